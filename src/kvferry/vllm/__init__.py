@@ -1,0 +1,1 @@
+"""The vLLM edge: the only package that imports vllm."""
