@@ -5,7 +5,9 @@ KVFerryError
 ├── StartError          a process of the cluster did not start, or died
 │   └── PortInUseError  its port is taken
 ├── DispatchError       a request to an instance was not answered as it must be
-└── ModelError          a model could not be prepared
+├── ModelError          a model could not be prepared
+├── TransferError       the data path (NIXL) could not be set up, or a peer could not be reached through it
+└── LayoutError         two KV caches that cannot be mapped onto each other, or blocks outside one
 """
 
 
@@ -31,3 +33,11 @@ class DispatchError(KVFerryError):
 
 class ModelError(KVFerryError):
     """A model could not be fetched, converted or generated."""
+
+
+class LayoutError(KVFerryError):
+    """Two KV caches cannot be mapped onto each other, or a block list does not lie in its cache."""
+
+
+class TransferError(KVFerryError):
+    """The data path could not be set up, or a peer could not be reached through it."""

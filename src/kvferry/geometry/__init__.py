@@ -1,0 +1,27 @@
+"""The geometry of KV caches: who holds which cells, and how cells of one engine become cells of another.
+
+Pure data and functions; numpy is the only dependency.
+"""
+
+from kvferry.geometry.check import check
+from kvferry.geometry.descriptors import Descriptors, descriptors
+from kvferry.geometry.layout import NULL_BLOCK, EngineLayout, Fingerprint, LayerShard, WorkerShards, memory_regions
+from kvferry.geometry.plan import Piece, ReadPlan, plan
+from kvferry.geometry.span import Span, heads_of_rank
+
+__all__ = [
+    "NULL_BLOCK",
+    "Descriptors",
+    "EngineLayout",
+    "Fingerprint",
+    "LayerShard",
+    "Piece",
+    "ReadPlan",
+    "Span",
+    "WorkerShards",
+    "check",
+    "descriptors",
+    "heads_of_rank",
+    "memory_regions",
+    "plan",
+]

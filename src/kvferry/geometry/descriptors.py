@@ -1,0 +1,171 @@
+"""From a plan and two block lists to the byte ranges that move, as numpy arrays.
+
+Blocks are paired by absolute token position: block ``i`` of a list holds the tokens from ``i * tokens per block`` on.
+The number of ranges drives the cost of a transfer on a fast link, so ranges that continue each other on both sides are
+one, across heads, blocks and layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import LayoutError
+from kvferry.geometry.layout import NULL_BLOCK, LayerShard
+from kvferry.geometry.plan import Piece
+from kvferry.geometry.span import Span
+
+Ints = npt.NDArray[np.int64]
+Blocks = Sequence[Sequence[int]]
+"""Block ids by KV cache group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Byte ranges to copy: row ``i`` of ``remote`` goes to row ``i`` of ``local``.
+
+    Attributes:
+        local, remote: start addresses, shape (n,).
+        sizes: bytes, shape (n,).
+    """
+
+    local: Ints
+    remote: Ints
+    sizes: Ints
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        return int(self.sizes.sum())
+
+
+def descriptors(
+    pieces: Iterable[Piece], remote_blocks: Blocks, local_blocks: Blocks, tokens: Span
+) -> dict[tuple[str, int, str, int], Descriptors]:
+    """Byte ranges of ``tokens`` for the ``pieces`` read from one remote worker.
+
+    Args:
+        pieces: what the plan reads from that worker.
+        remote_blocks, local_blocks: block ids of the request on each side, by KV cache group, from token 0 on.
+        tokens: absolute positions to move. Must start at a block boundary where the cache is opaque inside a block.
+
+    Returns:
+        Ranges by (local memory, local device, remote memory, remote device).
+
+    Raises:
+        LayoutError: a block list is too short, names a block outside the cache, or lacks a block the other side needs.
+    """
+    families: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        families[_family(piece)].append(piece)
+    parts: dict[tuple[str, int, str, int], list[Descriptors]] = defaultdict(list)
+    for family in families.values():
+        local, remote = family[0].local, family[0].remote
+        place = (local.memory, local.device, remote.memory, remote.device)
+        parts[place].append(_ranges(family, remote_blocks, local_blocks, tokens))
+    return {place: _merge(ranges) for place, ranges in parts.items()}
+
+
+def _family(piece: Piece) -> tuple[object, ...]:
+    """Pieces that differ only in their base addresses, in practice one layer after the other."""
+
+    def shape(shard: LayerShard) -> tuple[object, ...]:
+        return (
+            *(shard.group, shard.block_tokens, shard.num_blocks, shard.split, shard.opaque),
+            *(shard.block_stride, shard.head_stride, shard.token_stride, shard.memory, shard.device),
+        )
+
+    return (piece.heads.size, piece.local.cell_bytes, *shape(piece.local), *shape(piece.remote))
+
+
+def _ranges(family: list[Piece], remote_blocks: Blocks, local_blocks: Blocks, tokens: Span) -> Descriptors:
+    """Unmerged ranges of one family: every combination of layer, run of tokens and head."""
+    local, remote, heads = family[0].local, family[0].remote, family[0].heads.size
+    starts, lengths = _token_runs(local, remote, tokens)
+    local_at, wanted = _offsets(local, _group(local_blocks, local.group), starts, "local")
+    remote_at, present = _offsets(remote, _group(remote_blocks, remote.group), starts, "remote")
+    if bool((wanted & ~present).any()):
+        raise LayoutError(f"{local.layer}: the producer no longer holds a block that this request needs")
+    local_at, remote_at, sizes = local_at[wanted], remote_at[wanted], lengths[wanted] * local.cell_bytes
+    whole = bool(np.all(sizes == local.head_stride) and np.all(sizes == remote.head_stride))
+    steps, size_factor = (np.zeros(1, np.int64), heads) if whole or heads == 1 else (np.arange(heads), 1)
+    local_bases = np.array([_base(piece.local, piece.heads) for piece in family])
+    remote_bases = np.array([_base(piece.remote, piece.heads) for piece in family])
+    shape = (len(family), len(sizes), len(steps))
+    return Descriptors(
+        _combine(local_bases, local_at, steps * local.head_stride),
+        _combine(remote_bases, remote_at, steps * remote.head_stride),
+        np.broadcast_to((sizes * size_factor)[None, :, None], shape).reshape(-1),
+    )
+
+
+def _base(shard: LayerShard, heads: Span) -> int:
+    """Address of block 0, token 0 of the first head that moves."""
+    return shard.address + (heads.start - shard.heads.start) * shard.head_stride
+
+
+def _combine(bases: Ints, offsets: Ints, steps: Ints) -> Ints:
+    return (bases[:, None, None] + offsets[None, :, None] + steps[None, None, :]).reshape(-1)
+
+
+def _token_runs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, Ints]:
+    """Cut ``tokens`` into runs that lie in one block on both sides: their starts and lengths."""
+    if local.opaque or remote.opaque:
+        return _slabs(local, remote, tokens)
+    contiguous = local.token_stride == local.cell_bytes and remote.token_stride == remote.cell_bytes
+    if contiguous:
+        cuts = np.union1d(*(np.arange(0, tokens.stop, shard.block_tokens) for shard in (local, remote)))
+        starts = np.union1d(cuts[cuts > tokens.start], [tokens.start] if tokens else [])
+    else:
+        starts = np.arange(tokens.start, tokens.stop)
+    return starts.astype(np.int64), np.diff(starts, append=tokens.stop).astype(np.int64)
+
+
+def _slabs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, Ints]:
+    """Whole blocks; a last, partly filled block moves whole, which is harmless: what lies past its tokens is unused."""
+    size = local.block_tokens
+    if remote.block_tokens != size:
+        raise LayoutError(f"{local.layer}: opaque blocks of {size} and {remote.block_tokens} tokens cannot be paired")
+    if tokens.start % size:
+        raise LayoutError(f"{local.layer}: cannot start at token {tokens.start} inside an opaque block of {size}")
+    starts = np.arange(tokens.start, tokens.stop, size, dtype=np.int64)
+    return starts, np.full(len(starts), size, dtype=np.int64)
+
+
+def _group(blocks: Blocks, group: int) -> Ints:
+    if group >= len(blocks):
+        raise LayoutError(f"no block list for KV cache group {group}, there are {len(blocks)}")
+    return np.asarray(blocks[group], dtype=np.int64)
+
+
+def _offsets(shard: LayerShard, ids: Ints, starts: Ints, side: str) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Byte offset of each token of ``starts`` from the shard's first cell, and whether a block is there."""
+    positions = starts // shard.manager_block_tokens
+    if len(positions) and positions.max() >= len(ids):
+        raise LayoutError(f"{shard.layer}: {len(ids)} {side} blocks do not hold token {int(starts.max())}")
+    block = ids[positions]
+    if len(block) and (block.min() < 0 or block.max() >= shard.manager_blocks):
+        raise LayoutError(f"{shard.layer}: {side} block ids reach outside the cache of {shard.manager_blocks}")
+    kernel_block = block * shard.split + starts % shard.manager_block_tokens // shard.block_tokens
+    offsets = kernel_block * shard.block_stride + starts % shard.block_tokens * shard.token_stride
+    return offsets, block != NULL_BLOCK
+
+
+def _merge(parts: list[Descriptors]) -> Descriptors:
+    """One range for every run of ranges that continue each other on both sides."""
+    local = np.concatenate([part.local for part in parts])
+    order = np.argsort(local, kind="stable")
+    local = local[order]
+    remote = np.concatenate([part.remote for part in parts])[order]
+    sizes = np.concatenate([part.sizes for part in parts])[order]
+    if not len(sizes):
+        return Descriptors(local, remote, sizes)
+    continues = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    return Descriptors(local[first], remote[first], np.add.reduceat(sizes, first))

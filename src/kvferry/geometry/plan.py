@@ -1,0 +1,64 @@
+"""Which remote worker a worker reads which heads of which layer from: the intersection of boxes.
+
+Tensor and pipeline parallelism, replicas, latent caches and sizes that do not divide are all this one intersection.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from kvferry.errors import LayoutError
+from kvferry.geometry.check import uncovered
+from kvferry.geometry.layout import EngineLayout, LayerShard, WorkerShards
+from kvferry.geometry.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Heads of one layer that move from a remote shard to a local one."""
+
+    remote: LayerShard
+    local: LayerShard
+    heads: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What one worker reads: for each index into the producer's ``workers``, its pieces."""
+
+    reads: dict[int, tuple[Piece, ...]]
+
+
+def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
+    """Cover every head of every shard of ``reader`` exactly once from the workers of ``producer``.
+
+    Where several workers hold the same heads, readers spread over them by their tensor parallel rank.
+
+    Raises:
+        LayoutError: a layer or a head that no worker of ``producer`` holds. ``check`` gives all such reasons.
+    """
+    holders = producer.holders()
+    reads: dict[int, list[Piece]] = defaultdict(list)
+    for local in reader.shards:
+        replicas = _replicas(holders.get(local.layer, []))
+        missing = uncovered(local.heads, list(replicas))
+        if missing:
+            raise LayoutError(f"{local.layer}: no worker of engine {producer.incarnation} holds heads {missing}")
+        at = local.heads.start
+        for heads in sorted(replicas):
+            # Starting where the last piece ended keeps each head covered once, should ranges ever overlap.
+            part = heads & Span(at, local.heads.stop)
+            if part:
+                index, remote = replicas[heads][reader.tp_rank % len(replicas[heads])]
+                reads[index].append(Piece(remote, local, part))
+                at = part.stop
+    return ReadPlan({index: tuple(pieces) for index, pieces in sorted(reads.items())})
+
+
+def _replicas(holders: list[tuple[int, LayerShard]]) -> dict[Span, list[tuple[int, LayerShard]]]:
+    """Holders of one layer by the heads they hold; several under one range are replicas of each other."""
+    replicas: dict[Span, list[tuple[int, LayerShard]]] = defaultdict(list)
+    for index, shard in holders:
+        replicas[shard.heads].append((index, shard))
+    return replicas
