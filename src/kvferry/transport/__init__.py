@@ -1,0 +1,1 @@
+"""The data path: one NIXL agent per worker."""

@@ -1,0 +1,181 @@
+"""A NIXL agent that reads from others. The only module that imports nixl.
+
+An agent belongs to one thread. A producer's agent is passive: it registers its memory and is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import TransferError
+from kvferry.geometry import Descriptors, Span
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_DELAY_US = 1000
+"""How long NIXL's progress thread sleeps between two looks at its connections, in microseconds.
+
+NIXL's Python wrapper leaves no choice but 0, a thread that spins a whole core per agent for ever. With 1000 an idle
+agent costs 2 to 3% of a core, and reads over shared memory are as fast, since the reader drives its own progress.
+"""
+
+# UCX's registration cache grows without bound under vLLM's allocator unless told otherwise
+# (vLLM issue 24264, pull 32181); UCX reads these when it is loaded.
+_UCX_DEFAULTS = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+
+
+@dataclass(slots=True)
+class Read:
+    """READs of one request from one remote agent.
+
+    Attributes:
+        handles: NIXL handles that have not ended yet.
+        error: the first thing that went wrong, or None.
+        bytes, descriptors: what was posted.
+    """
+
+    agent: str
+    handles: list[int] = field(default_factory=list)
+    error: str | None = None
+    bytes: int = 0
+    descriptors: int = 0
+
+
+class Agent:
+    """One NIXL agent with UCX.
+
+    Args:
+        name: unique among all agents it will meet.
+        progress_delay_us: see ``PROGRESS_DELAY_US``.
+        backend: NIXL plugin that moves the bytes.
+        backend_options: passed to the plugin as they are.
+
+    Raises:
+        TransferError: NIXL is not installed, or the plugin does not start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        progress_delay_us: int = PROGRESS_DELAY_US,
+        backend: str = "UCX",
+        backend_options: dict[str, str] | None = None,
+    ) -> None:
+        for variable, value in _UCX_DEFAULTS.items():
+            os.environ.setdefault(variable, value)
+        try:
+            from nixl import _bindings as bindings
+        except ImportError as error:
+            raise TransferError(f"NIXL cannot be imported, install nixl and nixl-cu12 or nixl-cu13: {error}") from error
+        self._bindings = bindings
+        self._memory = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
+        # The wrapper class would do, if it did not fix pthrDelay to 0.
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = progress_delay_us
+        self.name = name
+        try:
+            self._agent = bindings.nixlAgent(name, config)
+            self._agent.createBackend(backend, backend_options or {})
+        except Exception as error:
+            raise TransferError(f"NIXL could not start its {backend} plugin: {error}") from error
+        self._registered: list[object] = []
+
+    def register(self, regions: Iterable[tuple[str, int, Span]]) -> None:
+        """Make memory readable by others and writable by own reads.
+
+        Args:
+            regions: (memory, device, byte range), as ``geometry.memory_regions`` gives them.
+
+        Raises:
+            TransferError: NIXL refused a region.
+        """
+        for memory, device, extent in regions:
+            rows = [(extent.start, extent.size, device, "")]
+            try:
+                registration = self._bindings.nixlRegDList(self._memory[memory], rows)
+                self._agent.registerMem(registration, [])
+            except Exception as error:
+                raise TransferError(f"NIXL cannot register {extent.size} bytes of {memory}: {error}") from error
+            self._registered.append(registration)
+
+    def metadata(self) -> bytes:
+        """What another agent needs to ``connect`` to this one; taken after ``register``."""
+        return bytes(self._agent.getLocalMD())
+
+    def connect(self, metadata: bytes) -> str:
+        """Get to know a remote agent; returns its name.
+
+        Raises:
+            TransferError: the metadata is not NIXL's, or the agent cannot be reached.
+        """
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            self._agent.makeConnection(name, [])
+        except Exception as error:
+            raise TransferError(f"cannot connect to a remote NIXL agent: {error}") from error
+        return name
+
+    def disconnect(self, agent: str) -> None:
+        """Forget a remote agent. No read from it may be under way."""
+        try:
+            self._agent.invalidateRemoteMD(agent)
+        except Exception as error:
+            logger.warning("NIXL could not forget agent %s: %s", agent, error)
+
+    def read(self, agent: str, ranges: dict[tuple[str, int, str, int], Descriptors]) -> Read:
+        """Post READs from ``agent``. Never raises: what was posted before an error must still be waited for.
+
+        Args:
+            agent: a name that ``connect`` returned.
+            ranges: what ``geometry.descriptors`` returned.
+        """
+        read = Read(agent)
+        for (local_memory, local_device, remote_memory, remote_device), part in ranges.items():
+            if not len(part):
+                continue
+            try:
+                local = self._list(local_memory, local_device, part.local, part.sizes)
+                remote = self._list(remote_memory, remote_device, part.remote, part.sizes)
+                handle = self._agent.createXferReq(self._bindings.NIXL_READ, local, remote, agent, b"", [])
+                read.handles.append(handle)
+                self._agent.postXferReq(handle, b"")
+            except Exception as error:
+                read.error = f"cannot post a read from NIXL agent {agent}: {error}"
+                break
+            read.bytes += part.bytes
+            read.descriptors += len(part)
+        return read
+
+    def poll(self, read: Read) -> bool:
+        """Drive ``read``; True once none of its handles can touch memory. Then ``read.error`` tells how it went."""
+        read.handles = [handle for handle in read.handles if not self._ended(read, handle)]
+        return not read.handles
+
+    def _ended(self, read: Read, handle: int) -> bool:
+        try:
+            status = self._agent.getXferStatus(handle)
+            if status == self._bindings.NIXL_IN_PROG:
+                return False
+            if status != self._bindings.NIXL_SUCCESS:
+                read.error = read.error or f"a read from NIXL agent {read.agent} ended with {status}"
+        except Exception as error:
+            read.error = read.error or f"a read from NIXL agent {read.agent} failed: {error}"
+        try:
+            self._agent.releaseXferReq(handle)
+        except Exception:
+            # NIXL refuses to release what it cannot cancel: bytes may still arrive, so the read has not ended.
+            return False
+        return True
+
+    def _list(self, memory: str, device: int, addresses: np.ndarray, sizes: np.ndarray) -> object:
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
+        return self._bindings.nixlXferDList(self._memory[memory], rows)
