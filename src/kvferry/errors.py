@@ -7,6 +7,9 @@ KVFerryError
 ├── DispatchError       a request to an instance was not answered as it must be
 ├── ModelError          a model could not be prepared
 ├── TransferError       the data path (NIXL) could not be set up, or a peer could not be reached through it
+├── ParamsError         kv_transfer_params that no producer of this protocol made
+├── MessageError        bytes on the side channel that are no message of this protocol
+├── SideChannelError    the side channel could not be opened
 └── LayoutError         two KV caches that cannot be mapped onto each other, or blocks outside one
 """
 
@@ -41,3 +44,15 @@ class LayoutError(KVFerryError):
 
 class TransferError(KVFerryError):
     """The data path could not be set up, or a peer could not be reached through it."""
+
+
+class ParamsError(KVFerryError):
+    """``kv_transfer_params`` that no producer of this protocol made."""
+
+
+class MessageError(KVFerryError):
+    """Bytes on the side channel that are no message of this protocol."""
+
+
+class SideChannelError(KVFerryError):
+    """The side channel could not be opened."""

@@ -1,0 +1,1 @@
+"""Claims, leases and acknowledgements: pure state machines and the messages between them."""

@@ -1,0 +1,145 @@
+"""The consumer's side, per engine core: which requests claim, hold and load remote KV caches.
+
+    CLAIMING -> GRANTED -> LOADING -> forgotten
+        |          |
+        +----------+-----> forgotten: GONE, deadline, abort, or found locally. The request is computed here.
+
+One load per request: once it is forgotten (done or failed), the request never asks for remote KV again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvferry.protocol.identity import draw
+from kvferry.protocol.messages import Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply
+
+Address = tuple[str, int]
+"""Host and port of a producer's side channel."""
+
+
+class State(Enum):
+    CLAIMING = auto()
+    GRANTED = auto()
+    LOADING = auto()
+
+
+@dataclass(slots=True)
+class Load:
+    """One request that may load its prompt's KV cache from ``offer``.
+
+    Attributes:
+        claim: this load's own acceptance of the offer.
+        deadline: until when an answer to the claim is awaited, on this process's clock.
+        grant: the producer's answer.
+        renew_at: when the lease is to be prolonged next.
+    """
+
+    request: str
+    offer: Offer
+    claim: str
+    deadline: float
+    state: State = State.CLAIMING
+    grant: Granted | None = None
+    renew_at: float = 0.0
+
+    @property
+    def address(self) -> Address:
+        return self.offer.host, self.offer.port
+
+
+class Loads:
+    """All loads of one engine core. Not thread-safe: the caller holds a lock.
+
+    Args:
+        consumer: incarnation of this engine core.
+        readers: names of its workers.
+        claim_timeout: seconds to wait for the answer to a claim.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, consumer: str, readers: list[str], claim_timeout: float, clock: Callable[[], float]) -> None:
+        self._consumer = consumer
+        self._readers = readers
+        self._claim_timeout = claim_timeout
+        self._clock = clock
+        self._loads: dict[str, Load] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def begin(self, request: str, offer: Offer) -> Claim:
+        """A request with an offer arrived; returns the claim to send to ``offer``'s address."""
+        load = Load(request, offer, draw(), self._clock() + self._claim_timeout)
+        self._loads[request] = load
+        return Claim(offer.incarnation, offer.request, offer.nonce, load.claim, self._consumer, self._readers)
+
+    def claimed(self, request: str, reply: Reply | None) -> str | None:
+        """The answer to a claim came, or None in its place when it did not; returns why there is nothing to load."""
+        load = self._loads.get(request)
+        if load is None or load.state is not State.CLAIMING:
+            return None
+        if isinstance(reply, Granted) and reply.tokens >= load.offer.tokens:
+            load.state, load.grant = State.GRANTED, reply
+            load.renew_at = self._clock() + reply.ttl / 3
+            return None
+        del self._loads[request]
+        return reply.reason if isinstance(reply, Gone) else "no valid answer to the claim"
+
+    def available(self, request: str) -> int | None:
+        """Tokens from the first on that the request can load: 0 for none, None while that is not known yet."""
+        load = self._loads.get(request)
+        if load is None or load.state is State.LOADING:
+            return 0
+        if load.state is State.GRANTED:
+            return load.offer.tokens
+        return None if self._clock() < load.deadline else 0
+
+    def start(self, request: str) -> Load | None:
+        """The blocks to load into are there; returns the granted load, or None when it is not (any more) granted."""
+        load = self._loads.get(request)
+        if load is None or load.state is not State.GRANTED:
+            return None
+        load.state = State.LOADING
+        return load
+
+    def drop(self, request: str) -> tuple[Address, Release] | None:
+        """The request will not load (any more): what to send where, None if it reads already or never would."""
+        load = self._loads.get(request)
+        if load is None or load.state is State.LOADING:
+            return None
+        del self._loads[request]
+        offer = load.offer
+        return load.address, Release(offer.incarnation, offer.request, offer.nonce, load.claim)
+
+    def finished(self, request: str) -> None:
+        """Every worker has reported the request, well or badly."""
+        self._loads.pop(request, None)
+
+    def due(self) -> list[tuple[Address, Renew]]:
+        """Renewals to send now, one message per producer."""
+        now = self._clock()
+        batches: dict[tuple[Address, str], list[tuple[str, str]]] = {}
+        for load in self._loads.values():
+            if load.grant and load.renew_at <= now:
+                load.renew_at = now + load.grant.ttl / 3
+                key = (load.address, load.offer.incarnation)
+                batches.setdefault(key, []).append((load.offer.request, load.claim))
+        return [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
+
+    def renewed(self, reply: Reply | None) -> None:
+        """Forget grants that the producer no longer holds, as long as nothing is read from them.
+
+        A load under way learns it from the answer to its acknowledgement.
+        """
+        gone = set(reply.gone) if isinstance(reply, Renewed) else set()
+        for load in [load for load in self._loads.values() if load.claim in gone]:
+            if load.state is State.GRANTED:
+                del self._loads[load.request]
+
+    def next_renewal(self) -> float | None:
+        """Seconds until ``due`` has something to send, None without any grant."""
+        times = [load.renew_at for load in self._loads.values() if load.grant]
+        return max(0.0, min(times) - self._clock()) if times else None

@@ -1,0 +1,212 @@
+"""Everything that crosses the side channel, and the parameters that travel with a request through the router.
+
+Requests go from a consumer to a producer's listener; each gets one reply. msgspec checks types and bounds while it
+decodes, so a handler only ever sees well-formed messages.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import MessageError, ParamsError
+from kvferry.geometry import EngineLayout
+
+PROTOCOL_VERSION = 1
+
+MAX_REQUEST_BYTES = 1 << 20
+"""A renewal of some ten thousand claims; nothing else a consumer sends comes near."""
+
+MAX_REPLY_BYTES = 64 << 20
+"""The layout of a thousand workers with a hundred layers each, or the blocks of a prompt of ten million tokens."""
+
+PARAMS_KEY = "kvferry"
+"""The one key of this project in ``kv_transfer_params``; the others there are vLLM's own."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Token = Annotated[str, Meta(min_length=16, max_length=64, pattern="^[0-9a-f]+$")]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Names = Annotated[list[Name], Meta(min_length=1, max_length=1 << 16)]
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A producer's promise as the consumer hears of it: small and of constant size, without block ids.
+
+    Attributes:
+        host, port: the producer's side channel.
+        engine_id: vLLM's label of the producer, for logs.
+        request: the producer's id of the request.
+        incarnation: which start of the producer's engine core made the promise.
+        nonce: unguessable, so that nobody can claim what was not offered to them.
+        tokens: how many tokens from the first on the producer holds.
+        token_hash: identity of those tokens, from ``token_identity``.
+        layout: ``tp2pp2dp0``, for logs.
+    """
+
+    host: Name
+    port: Port
+    engine_id: str
+    request: Name
+    incarnation: Token
+    nonce: Token
+    tokens: Count
+    token_hash: Token
+    layout: Annotated[str, Meta(max_length=64)] = ""
+
+    def to_params(self) -> dict[str, Any]:
+        """``kv_transfer_params`` of the decode request, in the keys that vLLM's routers know."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_mode": "pull",
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": None,
+            "remote_num_tokens": self.tokens,
+            PARAMS_KEY: {
+                "version": PROTOCOL_VERSION,
+                "incarnation": self.incarnation,
+                "nonce": self.nonce,
+                "token_hash": self.token_hash,
+                "layout": self.layout,
+            },
+        }
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any]) -> Offer:
+        """Read ``kv_transfer_params`` as they came with a request, from whoever sent them.
+
+        Raises:
+            ParamsError: a key is missing, null, of another type or out of bounds, or another connector made them.
+        """
+        own = params.get(PARAMS_KEY)
+        if not isinstance(own, dict):
+            raise ParamsError(f"kv_transfer_params have no '{PARAMS_KEY}' entry: no KVFerry producer made them")
+        if own.get("version") != PROTOCOL_VERSION:
+            raise ParamsError(f"producer speaks protocol {own.get('version')!r:.40}, this is {PROTOCOL_VERSION}")
+        fields = {
+            "host": params.get("remote_host"),
+            "port": params.get("remote_port"),
+            "engine_id": params.get("remote_engine_id"),
+            "request": params.get("remote_request_id"),
+            "tokens": params.get("remote_num_tokens"),
+            **{name: own.get(name) for name in ("incarnation", "nonce", "token_hash", "layout")},
+        }
+        try:
+            return msgspec.convert(fields, cls)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """First contact of a worker with an incarnation."""
+
+    incarnation: Token
+
+
+class Claim(msgspec.Struct, tag=True, frozen=True):
+    """A consumer accepts an offer.
+
+    Attributes:
+        claim: drawn by the consumer for this acceptance; repeating a message repeats it.
+        consumer: incarnation of the consumer's engine core.
+        readers: names of all workers that will send an ``Ack``.
+    """
+
+    incarnation: Token
+    request: Name
+    nonce: Token
+    claim: Token
+    consumer: Token
+    readers: Names
+
+
+class Renew(msgspec.Struct, tag=True, frozen=True):
+    """Prolong the leases of these claims, as (request, claim)."""
+
+    incarnation: Token
+    claims: Annotated[list[tuple[Name, Token]], Meta(max_length=1 << 16)]
+
+
+class Ack(msgspec.Struct, tag=True, frozen=True):
+    """One worker says: all my reads for this claim have ended. The answer says whether they may be trusted."""
+
+    incarnation: Token
+    request: Name
+    claim: Token
+    reader: Name
+
+
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """The consumer will not read (any more): aborted, rejected, or found locally."""
+
+    incarnation: Token
+    request: Name
+    nonce: Token
+    claim: Token
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Hello``: what every worker holds and how to read it."""
+
+    layout: EngineLayout
+
+
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Claim``: the block ids of the request by KV cache group, and seconds until the lease ends."""
+
+    blocks: list[list[int]]
+    tokens: Count
+    ttl: Annotated[float, Meta(gt=0)]
+
+
+class Held(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Ack``: the blocks were not freed before this moment, so what was read is the request's own."""
+
+
+class Renewed(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Renew``: the claims among them that are gone."""
+
+    gone: list[Token]
+
+
+class Released(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Release``, whatever there was to release."""
+
+
+class Gone(msgspec.Struct, tag=True, frozen=True):
+    """The producer does not hold what the message names (any more), or never did."""
+
+    reason: str
+
+
+Request = Hello | Claim | Renew | Ack | Release
+Reply = Welcome | Granted | Held | Renewed | Released | Gone
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises ``MessageError`` for anything that is not a request of this protocol."""
+    return _decode(_request_decoder, data, MAX_REQUEST_BYTES)  # type: ignore[no-any-return]
+
+
+def decode_reply(data: bytes) -> Reply:
+    """Raises ``MessageError`` for anything that is not a reply of this protocol."""
+    return _decode(_reply_decoder, data, MAX_REPLY_BYTES)  # type: ignore[no-any-return]
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes, limit: int) -> Any:
+    if len(data) > limit:
+        raise MessageError(f"a message of {len(data)} bytes is over the limit of {limit}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise MessageError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
