@@ -1,0 +1,104 @@
+"""Command lines and environments of the processes of a cluster; pure functions."""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from kvferry.cluster.spec import InstanceSpec
+
+CONNECTOR = "KVFerryConnector"
+YIELD_SLEEP_US = 20
+PIPELINE_WORKER = "kvferry.vllm.cpu_worker.PipelineCPUWorker"
+
+# One thread per worker and everything on the loopback interface: several engines share a small machine.
+CPU_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "KVFERRY_CPU_YIELD_SLEEP_US": str(YIELD_SLEEP_US),
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+ENVIRONMENT = {
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def cpu_build_installed() -> bool:
+    """Whether the vLLM of this environment is the CPU build; decided without importing it."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def engine_command(spec: InstanceSpec, cpu: bool = True) -> list[str]:
+    """The argument vector that starts an instance's API server with all its engine cores and workers."""
+    # Not the `vllm` script: vllm-cpu's looks up a distribution named "vllm" and fails.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
+    command += ["--host", "127.0.0.1", "--port", str(spec.port), "--dtype", spec.dtype]
+    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+    command += _layout_arguments(spec) + _connector_arguments(spec)
+    if cpu:
+        command += _cpu_arguments(spec)
+    return [*command, *spec.extra]
+
+
+def _layout_arguments(spec: InstanceSpec) -> list[str]:
+    arguments = ["--tensor-parallel-size", str(spec.layout.tp), "--pipeline-parallel-size", str(spec.layout.pp)]
+    if spec.layout.dp > 1:
+        arguments += ["--data-parallel-size", str(spec.layout.dp)]
+    return arguments
+
+
+def _connector_arguments(spec: InstanceSpec) -> list[str]:
+    if spec.role is None:
+        return []
+    config: dict[str, object] = {"kv_connector": CONNECTOR, "kv_role": spec.role}
+    if spec.connector_config:
+        config["kv_connector_extra_config"] = spec.connector_config
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+def _cpu_arguments(spec: InstanceSpec) -> list[str]:
+    arguments = ["--enforce-eager", "--kv-cache-memory-bytes", str(spec.kv_cache_bytes), "--api-server-count", "1"]
+    if spec.layout.pp > 1:
+        arguments += ["--worker-cls", PIPELINE_WORKER]
+    return arguments
+
+
+def engine_environment(spec: InstanceSpec, base: Mapping[str, str], cpu: bool = True) -> dict[str, str]:
+    """`base` with what an instance needs added; the instance's own settings win."""
+    environment = {**base, **ENVIRONMENT, **(CPU_ENVIRONMENT if cpu else {})}
+    environment.pop("VLLM_PP_LAYER_PARTITION", None)
+    if spec.layout.partition is not None:
+        environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, spec.layout.partition))
+    return {**environment, **spec.environment}
+
+
+def router_command(
+    prefill: Sequence[str], decode: Sequence[str], port: int, metrics_port: int, binary: str = "vllm-router"
+) -> list[str]:
+    """The argument vector of vllm-router in front of prefill and decode instances, given by their URLs."""
+    command = [binary, "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    for flag, urls in (("--prefill", prefill), ("--decode", decode)):
+        for url in urls:
+            command += [flag, url]
+    # The default policy asks every worker to render every request first; these two make no side calls.
+    command += ["--prefill-policy", "round_robin", "--decode-policy", "round_robin"]
+    command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
+    command += [
+        "--health-check-timeout-secs",
+        "5",
+        "--health-failure-threshold",
+        "5",
+        "--health-success-threshold",
+        "1",
+    ]
+    return [*command, "--request-timeout-secs", "600", "--log-level", "warning"]

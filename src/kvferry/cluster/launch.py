@@ -1,0 +1,83 @@
+"""Starts the instances and the router of a cluster under a supervisor."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.cluster.commands import engine_command, engine_environment, router_command
+from kvferry.cluster.ports import require_free
+from kvferry.cluster.spec import InstanceSpec
+from kvferry.cluster.supervisor import Progress, Supervisor
+from kvferry.cluster.transfers import VARIABLE as TRANSFER_LOG
+from kvferry.errors import StartError
+
+START_DEADLINE_S = 300.0
+ROUTER_DEADLINE_S = 60.0
+ROUTER = "vllm-router"
+
+
+def start_instances(
+    supervisor: Supervisor,
+    specs: Sequence[InstanceSpec],
+    cpu: bool,
+    progress: Progress,
+    deadline_s: float = START_DEADLINE_S,
+) -> None:
+    """Start instances side by side and wait until all of them answer.
+
+    Raises:
+        PortInUseError: before anything is started, a port is taken.
+        StartError: an instance ended, or did not answer within `deadline_s` seconds.
+    """
+    for spec in specs:
+        require_free(spec.port)
+    for spec in specs:
+        supervisor.start(spec.name, engine_command(spec, cpu), engine_environment(spec, os.environ, cpu))
+    supervisor.wait_ready({spec.name: f"{spec.url}/health" for spec in specs}, deadline_s, progress)
+
+
+def start_router(
+    supervisor: Supervisor, prefill: InstanceSpec, decode: InstanceSpec, ports: tuple[int, int], progress: Progress
+) -> str:
+    """Start vllm-router in front of two ready instances; `ports` are its own and that of its metrics.
+
+    Returns its URL.
+
+    Raises:
+        PortInUseError: one of the ports is taken.
+        StartError: it is not installed, or did not start.
+    """
+    for port in ports:
+        require_free(port)
+    command = router_command([prefill.url], [decode.url], *ports, binary=router_binary())
+    supervisor.start(ROUTER, command, _router_environment(os.environ))
+    url = f"http://127.0.0.1:{ports[0]}"
+    supervisor.wait_ready({ROUTER: f"{url}/health"}, ROUTER_DEADLINE_S, progress)
+    return url
+
+
+def router_binary() -> str:
+    """vllm-router of this Python environment, else of PATH.
+
+    Raises:
+        StartError: there is none.
+    """
+    beside = Path(sys.executable).parent / ROUTER
+    if beside.is_file():
+        return str(beside)
+    if found := shutil.which(ROUTER):
+        return found
+    raise StartError(f"{ROUTER} is not installed; pip install 'kvferry[dev]' brings it")
+
+
+def _router_environment(base: Mapping[str, str]) -> dict[str, str]:
+    proxies = {"http_proxy", "https_proxy", "all_proxy"}
+    return {name: value for name, value in base.items() if name.lower() not in proxies}
+
+
+def logging_transfers(spec: InstanceSpec, log: Path) -> InstanceSpec:
+    """The instance, told to write what its workers load into `log`."""
+    return replace(spec, environment={**spec.environment, TRANSFER_LOG: str(log)})

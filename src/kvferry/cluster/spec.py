@@ -1,0 +1,170 @@
+"""What to start: parallel layouts, instances, and the check of a layout against a model."""
+
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import SpecError
+
+KEYS = ("tp", "pp", "dp", "partition")
+SIZE_LIMIT = 1024
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensor, pipeline and data parallel sizes; `partition` is the number of layers of each pipeline stage."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    partition: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("tp", "pp", "dp"):
+            if not 1 <= getattr(self, key) <= SIZE_LIMIT:
+                raise SpecError(f"{key}={getattr(self, key)} must be between 1 and {SIZE_LIMIT}")
+        if self.partition is not None:
+            self._check_partition(self.partition)
+
+    def _check_partition(self, partition: tuple[int, ...]) -> None:
+        text = "+".join(map(str, partition))
+        if len(partition) != self.pp:
+            raise SpecError(f"partition={text} names {len(partition)} pipeline stages, but pp={self.pp}")
+        if min(partition) < 1:
+            raise SpecError(f"partition={text} leaves a pipeline stage without layers")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read ``tp=2,pp=3,dp=1,partition=1+2+1``; what is not named is 1.
+
+        Raises:
+            SpecError: an unknown or repeated key, a size that is not a positive number, or anything else.
+        """
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            key, value = _key_and_value(part, text)
+            if key in values:
+                raise SpecError(f"{key} is given twice in {text!r}")
+            values[key] = _stages(value) if key == "partition" else _size(key, value)
+        return cls(**values)
+
+    def __str__(self) -> str:
+        sizes = f"tp={self.tp},pp={self.pp},dp={self.dp}"
+        return sizes if self.partition is None else f"{sizes},partition={'+'.join(map(str, self.partition))}"
+
+    @property
+    def label(self) -> str:
+        """A short name, such as ``tp2pp2``; sizes of 1 are left out."""
+        sizes = "".join(f"{key}{getattr(self, key)}" for key in ("tp", "pp", "dp") if getattr(self, key) > 1)
+        uneven = "" if self.partition is None else "-" + "".join(map(str, self.partition))
+        return (sizes or "tp1") + uneven
+
+    @property
+    def workers(self) -> int:
+        """The number of worker processes of an instance."""
+        return self.tp * self.pp * self.dp
+
+
+def _key_and_value(part: str, text: str) -> tuple[str, str]:
+    key, equals, value = part.strip().partition("=")
+    if not equals:
+        raise SpecError(f"{part.strip()!r} in {text!r} is not of the form key=value, as in tp=2,pp=2,dp=1")
+    if key not in KEYS:
+        near = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise SpecError(f"unknown key {key!r} in {text!r} (known: {', '.join(KEYS)}){hint}")
+    return key, value
+
+
+def _size(key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and value.strip("0")):
+        raise SpecError(f"{key}={value} is not a positive whole number")
+    if len(value) > 9:
+        raise SpecError(f"{key}={value[:9]}... is far too large")
+    return int(value)
+
+
+def _stages(value: str) -> tuple[int, ...]:
+    return tuple(_size("partition", stage) for stage in value.split("+"))
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """One vLLM instance: a model, a layout, a role and a port.
+
+    `role` is a ``kv_role`` of vLLM (``kv_producer``, ``kv_consumer``, ``kv_both``), or None for a plain engine without
+    a connector. `kv_cache_bytes` is per worker. `extra` goes to vLLM's command line as it is.
+    """
+
+    name: str
+    model: Path
+    layout: Layout
+    port: int
+    role: str | None = None
+    served_name: str = "model"
+    dtype: str = "float32"
+    max_model_len: int = 2048
+    max_num_seqs: int = 8
+    kv_cache_bytes: int = 64 << 20
+    connector_config: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Where the instance's HTTP server listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """The text part of the model's ``config.json``.
+
+    Raises:
+        SpecError: there is no such model, or its config.json is unreadable.
+    """
+    path = model / "config.json"
+    if not model.is_dir():
+        raise SpecError(f"there is no model directory {model}")
+    if not path.is_file():
+        raise SpecError(f"{model} is not a model directory: it has no config.json")
+    try:
+        config = json.loads(path.read_text())
+        return dict(config.get("text_config") or config)
+    except (ValueError, AttributeError, TypeError, OSError) as error:
+        raise SpecError(f"{path} cannot be read: {error}") from error
+
+
+def check_layout(layout: Layout, config: dict[str, Any]) -> None:
+    """Hold a layout against a model, by the rules vLLM itself applies when it starts.
+
+    Raises:
+        SpecError: the model cannot be split that way; the text gives every reason.
+    """
+    if reasons := [*_tensor_reasons(layout, config), *_pipeline_reasons(layout, config)]:
+        raise SpecError(f"{layout} does not fit the model: {'; '.join(reasons)}")
+
+
+def _tensor_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
+    heads = config.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return []
+    if heads % layout.tp:
+        return [f"{heads} attention heads cannot be split over tp={layout.tp}"]
+    # A latent cache (MLA) has one head, which every rank holds whole.
+    kv_heads = 1 if config.get("kv_lora_rank") else config.get("num_key_value_heads") or heads
+    if kv_heads % layout.tp and layout.tp % kv_heads:
+        return [f"{kv_heads} KV heads cannot be split over, or repeated on, tp={layout.tp}"]
+    return []
+
+
+def _pipeline_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return []
+    if layers < layout.pp:
+        return [f"{layers} layers are too few for pp={layout.pp}"]
+    if layout.partition is not None and sum(layout.partition) != layers:
+        return [f"the partition adds up to {sum(layout.partition)} layers, the model has {layers}"]
+    return []

@@ -1,0 +1,154 @@
+"""Tiny models with random weights, for tests: real architectures, a tokenizer trained on the spot.
+
+The weights are scaled so that greedy tokens depend on the whole prompt; with the usual initialisation every prompt
+gives the same tokens and a test that compares tokens would prove nothing.
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from kvferry.cluster.cache import cached
+from kvferry.errors import ModelError
+
+RECIPE_VERSION = 1
+VOCABULARY = 384  # divisible by 64 times 2 and 3, as vLLM's vocabulary shards for those TP sizes want
+MAX_POSITIONS = 4096
+SEED = 20
+EMBEDDING_STD = 1.0
+ATTENTION_GAIN = 2.0  # on queries and keys: peaked attention, so single tokens of a long prompt matter
+BODY_GAIN = 1.0
+
+TRAINING_TEXT = (
+    "The ferry crosses the river every hour. It carries people, bicycles and cars from one bank to the other, "
+    "and it returns with whoever wants to go back. What is the capital of France? The capital of France is Paris. "
+    "How many bridges cross the river? There are seven bridges, two of stone and five of iron. "
+    "0123456789 + - * / = ( ) [ ] { } < > user assistant system once upon a time there was a keeper of the lock."
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "attention_dropout": 0.0,
+}
+
+
+def _grouped_query(model_type: str, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": heads * 32,
+        "intermediate_size": heads * 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **_COMMON,
+        **more,
+    }
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "qwen2": _grouped_query("qwen2", 8, 4),
+    "qwen2-6heads": _grouped_query("qwen2", 6, 6),
+    "qwen3": _grouped_query("qwen3", 8, 4, head_dim=32),
+    "llama": _grouped_query("llama", 8, 2),
+    # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
+    # kernel for mixtures of experts refuses float32, which equality needs.
+    "deepseek-v2": _grouped_query(
+        "deepseek_v2",
+        4,
+        4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        head_dim=64,
+        first_k_dense_replace=4,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+    ),
+}
+
+
+def tiny(kind: str, directory: Path | None = None) -> Path:
+    """The directory of a tiny model, made the first time (a few seconds) and cached by its recipe.
+
+    Raises:
+        ModelError: there is no such kind.
+    """
+    if kind not in RECIPES:
+        raise ModelError(f"no tiny model {kind!r}; there are {', '.join(RECIPES)}")
+    return cached(f"tiny-{kind}-{_fingerprint(kind)}", lambda path: _build(kind, path), directory)
+
+
+def _fingerprint(kind: str) -> str:
+    recipe = [RECIPE_VERSION, SEED, EMBEDDING_STD, ATTENTION_GAIN, BODY_GAIN, TRAINING_TEXT, CHAT_TEMPLATE]
+    return hashlib.sha256(json.dumps([*recipe, RECIPES[kind]], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _build(kind: str, directory: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    recipe = dict(RECIPES[kind])
+    config = AutoConfig.for_model(recipe.pop("model_type"), **recipe)
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _scale_weights(model)
+    model.save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+
+
+def _scale_weights(model: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if (std := _std(name, weight)) is not None:
+                weight.normal_(0.0, std)
+
+
+def _std(name: str, weight: Any) -> float | None:
+    """Standard deviation to draw a parameter with, or None to leave it as it is."""
+    if "norm" in name:
+        return None
+    if weight.dim() < 2:
+        return 0.1  # biases
+    if "embed_tokens" in name:
+        return EMBEDDING_STD
+    gain = ATTENTION_GAIN if any(part in name for part in ("q_proj", "k_proj", "kv_a_proj")) else BODY_GAIN
+    return gain / math.sqrt(weight.shape[1])
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|start|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TRAINING_TEXT], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|start|>", eos_token="<|end|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
