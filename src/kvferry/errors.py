@@ -9,6 +9,8 @@ KVFerryError
 ├── TransferError       the data path (NIXL) could not be set up, or a peer could not be reached through it
 ├── ParamsError         kv_transfer_params that no producer of this protocol made
 ├── MessageError        bytes on the side channel that are no message of this protocol
+├── SettingsError       kv_connector_extra_config with an unknown key or a bad value
+├── UnsupportedError    an engine that KVFerry cannot serve
 ├── SideChannelError    the side channel could not be opened
 └── LayoutError         two KV caches that cannot be mapped onto each other, or blocks outside one
 """
@@ -56,3 +58,11 @@ class MessageError(KVFerryError):
 
 class SideChannelError(KVFerryError):
     """The side channel could not be opened."""
+
+
+class SettingsError(KVFerryError):
+    """``kv_connector_extra_config`` has an unknown key or a value out of bounds."""
+
+
+class UnsupportedError(KVFerryError):
+    """This vLLM, or something about this engine, is not supported."""

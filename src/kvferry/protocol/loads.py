@@ -13,11 +13,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvferry.geometry import Span
 from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply
 
 Address = tuple[str, int]
 """Host and port of a producer's side channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker needs to load its part of one request: sent once, to every worker.
+
+    Attributes:
+        request: the consumer's id of the request; ``remote_request`` is the producer's.
+        address, incarnation: of the producer.
+        claim: under which the workers acknowledge.
+        remote_blocks, local_blocks: block ids by KV cache group, from token 0 on.
+        first_token, last_token: half-open range of absolute positions to load.
+    """
+
+    request: str
+    remote_request: str
+    address: Address
+    incarnation: str
+    claim: str
+    remote_blocks: list[list[int]]
+    local_blocks: list[list[int]]
+    first_token: int
+    last_token: int
 
 
 class State(Enum):
@@ -35,6 +59,7 @@ class Load:
         deadline: until when an answer to the claim is awaited, on this process's clock.
         grant: the producer's answer.
         renew_at: when the lease is to be prolonged next.
+        lost: the producer says that it no longer holds the grant.
     """
 
     request: str
@@ -44,6 +69,7 @@ class Load:
     state: State = State.CLAIMING
     grant: Granted | None = None
     renew_at: float = 0.0
+    lost: bool = False
 
     @property
     def address(self) -> Address:
@@ -94,16 +120,31 @@ class Loads:
         if load is None or load.state is State.LOADING:
             return 0
         if load.state is State.GRANTED:
-            return load.offer.tokens
+            return 0 if load.lost else load.offer.tokens
         return None if self._clock() < load.deadline else 0
 
-    def start(self, request: str) -> Load | None:
-        """The blocks to load into are there; returns the granted load, or None when it is not (any more) granted."""
+    def start(self, request: str, local_blocks: list[list[int]], tokens: Span) -> Order | None:
+        """The blocks to load into are there; returns the workers' order, None when nothing was ever granted.
+
+        A grant that was lost since ``available`` counted it is ordered all the same: the request waits for its workers
+        by now, and they will find it gone.
+        """
         load = self._loads.get(request)
-        if load is None or load.state is not State.GRANTED:
+        if load is None or load.state is not State.GRANTED or load.grant is None:
             return None
         load.state = State.LOADING
-        return load
+        offer = load.offer
+        return Order(
+            request=request,
+            remote_request=offer.request,
+            address=load.address,
+            incarnation=offer.incarnation,
+            claim=load.claim,
+            remote_blocks=load.grant.blocks,
+            local_blocks=local_blocks,
+            first_token=tokens.start,
+            last_token=tokens.stop,
+        )
 
     def drop(self, request: str) -> tuple[Address, Release] | None:
         """The request will not load (any more): what to send where, None if it reads already or never would."""
@@ -123,23 +164,22 @@ class Loads:
         now = self._clock()
         batches: dict[tuple[Address, str], list[tuple[str, str]]] = {}
         for load in self._loads.values():
-            if load.grant and load.renew_at <= now:
+            if load.grant and not load.lost and load.renew_at <= now:
                 load.renew_at = now + load.grant.ttl / 3
                 key = (load.address, load.offer.incarnation)
                 batches.setdefault(key, []).append((load.offer.request, load.claim))
         return [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
 
     def renewed(self, reply: Reply | None) -> None:
-        """Forget grants that the producer no longer holds, as long as nothing is read from them.
+        """Remember which grants the producer no longer holds.
 
         A load under way learns it from the answer to its acknowledgement.
         """
         gone = set(reply.gone) if isinstance(reply, Renewed) else set()
-        for load in [load for load in self._loads.values() if load.claim in gone]:
-            if load.state is State.GRANTED:
-                del self._loads[load.request]
+        for load in self._loads.values():
+            load.lost = load.lost or load.claim in gone
 
     def next_renewal(self) -> float | None:
         """Seconds until ``due`` has something to send, None without any grant."""
-        times = [load.renew_at for load in self._loads.values() if load.grant]
+        times = [load.renew_at for load in self._loads.values() if load.grant and not load.lost]
         return max(0.0, min(times) - self._clock()) if times else None

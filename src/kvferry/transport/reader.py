@@ -1,0 +1,303 @@
+"""The consumer worker's transfer thread: it owns the NIXL agent, meets producers, reads, and acknowledges.
+
+The engine's thread hands over orders and collects outcomes; it never waits. Nothing spins: the thread sleeps on its
+inbox, and looks at reads under way every ``POLL_S``.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.errors import TransferError
+from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, plan
+from kvferry.geometry import memory_regions as regions_of
+from kvferry.protocol.loads import Address, Order
+from kvferry.protocol.messages import Ack, Gone, Held, Hello, Reply, Request, Welcome
+from kvferry.transport.nixl import Agent, Read
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+
+Ask = Callable[[Address, Request, float, Callable[[Reply | None], None]], None]
+"""Send a request to an address; the callback gets the reply, or None after so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRead:
+    """What was read from one producer worker."""
+
+    worker: WorkerShards
+    bytes: int
+    descriptors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one order on this worker.
+
+    Attributes:
+        failure: why the data must not be used; None when it was read whole and the producer held it all the while.
+        seconds: from order to end.
+        post_seconds: spent preparing and posting the reads.
+        producer: what was read from; None when contact was never made.
+    """
+
+    order: Order
+    failure: str | None
+    seconds: float
+    post_seconds: float = 0.0
+    producer: EngineLayout | None = None
+    reads: tuple[PartRead, ...] = ()
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A producer's incarnation.
+
+    Attributes:
+        layout: None until it has answered.
+        waiting: orders, with the time they came, for which there is no connection yet.
+        active: orders being read or acknowledged.
+        broken: something failed; once nothing is active it is forgotten, and what waits meets it anew.
+    """
+
+    address: Address
+    layout: EngineLayout | None = None
+    plan: ReadPlan = field(default_factory=lambda: ReadPlan({}))
+    agents: dict[int, str] = field(default_factory=dict)
+    waiting: list[tuple[Order, float]] = field(default_factory=list)
+    active: int = 0
+    broken: bool = False
+
+
+@dataclass(slots=True)
+class _Active:
+    order: Order
+    peer: _Peer
+    started: float
+    posted: float = 0.0
+    reads: dict[int, Read] = field(default_factory=dict)
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads for one worker, on a thread of its own.
+
+    Attributes:
+        layout: this worker's engine as far as this worker knows it: itself.
+        make_agent: called on the thread; the agent never leaves it.
+        ask: the side channel.
+        on_outcome: called on the thread, exactly once for each order.
+        timeout: seconds to wait for any answer of a producer.
+        on_start: called first on the thread, to bind it to a device.
+    """
+
+    layout: EngineLayout
+    make_agent: Callable[[], Agent]
+    ask: Ask
+    on_outcome: Callable[[Outcome], None]
+    timeout: float
+    on_start: Callable[[], None] = lambda: None
+    _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _peers: dict[str, _Peer] = field(default_factory=dict)
+    _reading: list[_Active] = field(default_factory=list)
+    _agent: Agent | None = None
+    _metadata: bytes = b""
+    _failed: BaseException | None = None
+    _ready: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def me(self) -> WorkerShards:
+        return self.layout.workers[0]
+
+    def start(self, timeout: float = 60.0) -> bytes:
+        """Start the thread, create the agent and register the cache; returns the agent's metadata.
+
+        Raises:
+            TransferError: NIXL did not start, refused the memory, or hung.
+        """
+        self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(timeout):
+            raise TransferError(f"NIXL did not start within {timeout:.0f} s")
+        if self._failed:
+            raise TransferError(f"the transfer thread could not start: {self._failed}") from self._failed
+        return self._metadata
+
+    def submit(self, order: Order) -> None:
+        """Load what ``order`` says; ``on_outcome`` tells how it ended."""
+        began = time.perf_counter()
+        self._inbox.put(lambda: self._begin(order, began))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """End the thread; orders that have not ended get no outcome. Safe to call twice."""
+        if self._thread is not None and self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            self.on_start()
+            self._agent = self.make_agent()
+            self._agent.register(regions_of(self.me.shards))
+            self._metadata = self._agent.metadata()
+        except BaseException as error:
+            self._failed = error
+            return
+        finally:
+            self._ready.set()
+        while True:
+            try:
+                event = self._inbox.get(timeout=POLL_S if self._reading else None)
+            except queue.Empty:
+                event = self._poll
+            if event is None:
+                return
+            try:
+                event()
+                if self._reading:
+                    self._poll()
+            except Exception:
+                logger.exception("the KVFerry transfer thread goes on after an error")
+
+    # First contact
+
+    def _begin(self, order: Order, began: float) -> None:
+        peer = self._peers.get(order.incarnation) or self._meet(order)
+        if peer.layout is None or peer.broken:
+            peer.waiting.append((order, began))
+        else:
+            self._read(self._activate(peer, order, began))
+
+    @staticmethod
+    def _activate(peer: _Peer, order: Order, began: float) -> _Active:
+        peer.active += 1
+        return _Active(order, peer, began)
+
+    def _meet(self, order: Order) -> _Peer:
+        self._forget_idle(order.address)
+        peer = self._peers[order.incarnation] = _Peer(order.address)
+        incarnation = order.incarnation
+
+        def on_reply(reply: Reply | None) -> None:
+            self._inbox.put(lambda: self._met(incarnation, reply))
+
+        self.ask(order.address, Hello(incarnation), self.timeout, on_reply)
+        return peer
+
+    def _met(self, incarnation: str, reply: Reply | None) -> None:
+        peer = self._peers[incarnation]
+        waiting, peer.waiting = peer.waiting, []
+        actives = [self._activate(peer, order, began) for order, began in waiting]
+        try:
+            self._connect(peer, incarnation, reply)
+        except Exception as error:
+            logger.warning("cannot load from the producer at %s:%d: %s", *peer.address, error)
+            peer.broken = True
+            for active in actives:
+                self._fail(active, str(error))
+            return
+        for active in actives:
+            self._read(active)
+
+    def _connect(self, peer: _Peer, incarnation: str, reply: Reply | None) -> None:
+        assert self._agent is not None
+        if not isinstance(reply, Welcome) or reply.layout.incarnation != incarnation:
+            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.timeout:.0f} s"
+            raise TransferError(f"handshake failed: {why}")
+        reasons = check(reply.layout, self.layout)
+        if reasons:
+            raise TransferError("this pair cannot work: " + "; ".join(reasons))
+        peer.plan = plan(reply.layout, self.me)
+        for index in peer.plan.reads:
+            peer.agents[index] = self._agent.connect(reply.layout.workers[index].agent)
+        peer.layout = reply.layout
+
+    def _forget_idle(self, address: Address) -> None:
+        """An address with a new incarnation was restarted: its earlier ones will not come back."""
+        for incarnation, peer in list(self._peers.items()):
+            if peer.address == address and not peer.active and not peer.waiting:
+                self._forget(incarnation)
+
+    def _forget(self, incarnation: str) -> None:
+        assert self._agent is not None
+        for agent in self._peers.pop(incarnation).agents.values():
+            self._agent.disconnect(agent)
+
+    # Reading
+
+    def _read(self, active: _Active) -> None:
+        assert self._agent is not None
+        order, peer = active.order, active.peer
+        began = time.perf_counter()
+        try:
+            tokens = Span(order.first_token, order.last_token)
+            ranges = {
+                index: descriptors(pieces, order.remote_blocks, order.local_blocks, tokens)
+                for index, pieces in peer.plan.reads.items()
+            }
+        except Exception as error:
+            self._fail(active, f"{type(error).__name__}: {error}")
+            return
+        for index, parts in ranges.items():
+            active.reads[index] = self._agent.read(peer.agents[index], parts)
+        active.posted = time.perf_counter() - began
+        self._reading.append(active)
+
+    def _poll(self) -> None:
+        assert self._agent is not None
+        agent, under_way = self._agent, []
+        for active in self._reading:
+            # Every handle must have ended before anything is said, also after the first failure.
+            if all(agent.poll(read) for read in active.reads.values()):
+                self._acknowledge(active)
+            else:
+                under_way.append(active)
+        self._reading = under_way
+
+    def _acknowledge(self, active: _Active) -> None:
+        errors = [read.error for read in active.reads.values() if read.error]
+        if errors:
+            active.peer.broken = True
+            active.failure = errors[0]
+        order = active.order
+
+        def on_reply(reply: Reply | None) -> None:
+            self._inbox.put(lambda: self._acknowledged(active, reply))
+
+        ack = Ack(order.incarnation, order.remote_request, order.claim, self.me.name)
+        self.ask(order.address, ack, self.timeout, on_reply)
+
+    def _acknowledged(self, active: _Active, reply: Reply | None) -> None:
+        if active.failure is None and not isinstance(reply, Held):
+            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.timeout:.0f} s"
+            active.failure = f"the producer does not vouch for what was read: {why}"
+        self._end(active)
+
+    def _fail(self, active: _Active, why: str) -> None:
+        """Nothing was posted: tell the producer that this reader is done, and end."""
+        active.failure = why
+        self._acknowledge(active)
+
+    def _end(self, active: _Active) -> None:
+        peer, order = active.peer, active.order
+        peer.active -= 1
+        if peer.broken and not peer.active:
+            self._forget(order.incarnation)
+            for waiting in peer.waiting:
+                self._begin(*waiting)
+        parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
+        seconds = time.perf_counter() - active.started
+        self.on_outcome(Outcome(order, active.failure, seconds, active.posted, peer.layout, parts))
+
+    @staticmethod
+    def _parts(active: _Active, layout: EngineLayout) -> list[PartRead]:
+        return [PartRead(layout.workers[index], read.bytes, read.descriptors) for index, read in active.reads.items()]

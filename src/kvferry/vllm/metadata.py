@@ -1,0 +1,30 @@
+"""What vLLM carries between the connector's halves: orders to the workers, and their description at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+from kvferry.geometry import WorkerShards
+from kvferry.protocol.loads import Order
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """From each worker to the scheduler half, once."""
+
+    worker: WorkerShards
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler half to each worker, with every step.
+
+    Attributes:
+        loads: orders given in this step.
+        released: producer requests whose blocks may be freed.
+    """
+
+    loads: list[Order] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)

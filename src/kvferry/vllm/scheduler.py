@@ -1,0 +1,293 @@
+"""The scheduler half: one per engine core, called on the engine's thread, which must never wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.network_utils import get_ip
+
+from kvferry.errors import ParamsError
+from kvferry.geometry import EngineLayout, Span
+from kvferry.protocol.grants import Grants
+from kvferry.protocol.identity import draw, token_identity
+from kvferry.protocol.loads import Address, Loads, Order
+from kvferry.protocol.messages import Gone, Hello, Offer, Release, Reply, Request, Welcome, encode
+from kvferry.sidechannel.client import Client
+from kvferry.sidechannel.server import Listener
+from kvferry.vllm.compat import fingerprint
+from kvferry.vllm.metadata import Handshake, StepMetadata
+from kvferry.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request as EngineRequest
+
+logger = logging.getLogger(__name__)
+
+STARTING = Gone("the engine is still starting")
+
+
+def worker_name(pp_rank: int, tp_rank: int) -> str:
+    """How a reader names itself in claims and acknowledgements."""
+    return f"pp{pp_rank}tp{tp_rank}"
+
+
+def identity_of(request: EngineRequest, tokens: int) -> str | None:
+    """Identity of the first ``tokens`` of a prompt; None for a prompt without token ids."""
+    prompt = request.prompt_token_ids
+    if prompt is None or len(prompt) < tokens:
+        return None
+    extras = []
+    if request.lora_request is not None:
+        extras.append(f"lora:{request.lora_request.lora_name}")
+    if getattr(request, "cache_salt", None):
+        extras.append(f"salt:{request.cache_salt}")
+    for feature in getattr(request, "mm_features", None) or ():
+        place = feature.mm_position
+        if place.offset < tokens:
+            extras.append(f"mm:{feature.identifier}:{place.offset}:{place.length}")
+    return token_identity(prompt[:tokens], extras)
+
+
+class Producer:
+    """Grants finished prefills, and answers whoever claims them.
+
+    Raises:
+        SideChannelError: the listener's address cannot be bound.
+    """
+
+    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str) -> None:
+        parallel = config.parallel_config
+        self._config = config
+        self._settings = settings
+        self._layout: EngineLayout | None = None
+        self._welcome = encode(STARTING)
+        self._grants = Grants(incarnation, settings.kv_lease_duration, time.monotonic)
+        self._lock = threading.Lock()
+        bind = settings.side_channel_host or get_ip()
+        port = settings.side_channel_port and settings.side_channel_port + parallel.data_parallel_index
+        self._listener = Listener(bind, port, self._answer, self._tick)
+        self.address: Address = (get_ip() if bind in ("0.0.0.0", "::", "*") else bind, self._listener.port)
+        logger.info("KVFerry listens on %s:%d as incarnation %s", *self.address, incarnation)
+
+    def describe(self, layout: EngineLayout) -> None:
+        """From now on ``Hello`` is answered with this."""
+        self._layout = layout
+        self._welcome = encode(Welcome(layout))
+
+    def _answer(self, message: Request) -> bytes:
+        if isinstance(message, Hello) and message.incarnation == self._grants.incarnation:
+            return self._welcome
+        with self._lock:
+            return encode(self._grants.answer(message))
+
+    def _tick(self) -> float | None:
+        with self._lock:
+            return self._grants.expire()
+
+    def finished(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> Offer | None:
+        """Hold the blocks of a finished prefill; None when there is nothing to hand over."""
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
+        if token_hash is None:
+            return None
+        with self._lock:
+            grant = self._grants.offer(request.request_id, blocks, tokens)
+        host, port = self.address
+        parallel = self._config.parallel_config
+        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_index)
+        return Offer(
+            host=host,
+            port=port,
+            engine_id=str(self._config.kv_transfer_config.engine_id),
+            request=request.request_id,
+            incarnation=self._grants.incarnation,
+            nonce=grant.nonce,
+            tokens=tokens,
+            token_hash=token_hash,
+            layout="tp{}pp{}dp{}".format(*sizes),
+        )
+
+    def take_released(self) -> list[str]:
+        with self._lock:
+            return self._grants.take_ended()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class Consumer:
+    """Claims what requests are offered, and keeps it claimed until the workers have read it."""
+
+    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str) -> None:
+        parallel = config.parallel_config
+        readers = [
+            worker_name(pp_rank, tp_rank)
+            for pp_rank in range(parallel.pipeline_parallel_size)
+            for tp_rank in range(parallel.tensor_parallel_size)
+        ]
+        self._settings = settings
+        self._loads = Loads(incarnation, readers, settings.claim_timeout, time.monotonic)
+        self._lock = threading.Lock()
+        self._client = Client("kvferry-claims", self._tick)
+        self._warned = False
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request with ``do_remote_prefill``: claim its offer, whatever the scheduler does with it meanwhile."""
+        try:
+            offer = Offer.from_params(request.kv_transfer_params or {})
+        except ParamsError as error:
+            self._warn(request, str(error))
+            return
+        if identity_of(request, offer.tokens) != offer.token_hash:
+            self._warn(request, "the offered KV cache was computed from another prompt")
+            self._send(offer, Release(offer.incarnation, offer.request, offer.nonce, draw()))
+            return
+        with self._lock:
+            claim = self._loads.begin(request.request_id, offer)
+        request_id = request.request_id
+        self._client.send(
+            (offer.host, offer.port),
+            claim,
+            self._settings.claim_timeout,
+            lambda reply: self._claimed(request_id, reply),
+        )
+
+    def _claimed(self, request_id: str, reply: Reply | None) -> None:
+        with self._lock:
+            why = self._loads.claimed(request_id, reply)
+        if why:
+            logger.info("request %s is prefilled here: %s", request_id, why)
+
+    def _tick(self) -> float | None:
+        with self._lock:
+            due = self._loads.due()
+            wait = self._loads.next_renewal()
+        for address, renewal in due:
+            self._client.send(address, renewal, self._settings.handshake_timeout, self._renewed)
+        return wait
+
+    def _renewed(self, reply: Reply | None) -> None:
+        with self._lock:
+            self._loads.renewed(reply)
+
+    def available(self, request: EngineRequest, local_tokens: int) -> int | None:
+        """Tokens to load beyond ``local_tokens``; None while the producer has not answered."""
+        with self._lock:
+            tokens = self._loads.available(request.request_id)
+        if tokens is None:
+            return None
+        return max(0, min(tokens, request.num_prompt_tokens) - local_tokens)
+
+    def allocated(self, request: EngineRequest, blocks: KVCacheBlocks, tokens: int) -> Order | None:
+        """Blocks for ``tokens`` more tokens are there; the order for the workers, None when nothing is to be loaded."""
+        if tokens == 0:
+            self.dropped(request)
+            return None
+        with self._lock:
+            available = self._loads.available(request.request_id) or 0
+            stop = min(available, request.num_prompt_tokens)
+            span = Span(stop - tokens, stop)
+            return self._loads.start(request.request_id, [list(ids) for ids in blocks.get_block_ids()], span)
+
+    def dropped(self, request: EngineRequest) -> None:
+        """Aborted, rejected, or nothing left to load: the producer need not wait. A load under way goes on."""
+        with self._lock:
+            release = self._loads.drop(request.request_id)
+        if release:
+            address, message = release
+            self._client.send(address, message, self._settings.handshake_timeout, lambda _: None)
+
+    def loaded(self, request_id: str) -> None:
+        """All workers have reported."""
+        with self._lock:
+            self._loads.finished(request_id)
+
+    def _send(self, offer: Offer, message: Request) -> None:
+        self._client.send((offer.host, offer.port), message, self._settings.handshake_timeout, lambda _: None)
+
+    def _warn(self, request: EngineRequest, why: str) -> None:
+        log = logger.info if self._warned else logger.warning
+        log("request %s is prefilled here: %s", request.request_id, why)
+        self._warned = True
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class SchedulerHalf:
+    """Both roles of one engine core; ``kv_role`` decides which of them exist."""
+
+    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._incarnation = draw()
+        self._orders: list[Order] = []
+        transfer = config.kv_transfer_config
+        self._producer = Producer(config, settings, self._incarnation) if transfer.is_kv_producer else None
+        self._consumer = Consumer(config, settings, self._incarnation) if transfer.is_kv_consumer else None
+
+    def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
+        """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""
+        workers = [value.worker for _, value in sorted(handshakes.items()) if isinstance(value, Handshake)]
+        if not workers or self._producer is None:
+            return
+        parallel = self._config.parallel_config
+        self._producer.describe(
+            EngineLayout(
+                incarnation=self._incarnation,
+                tp=parallel.tensor_parallel_size,
+                pp=parallel.pipeline_parallel_size,
+                dp_rank=parallel.data_parallel_index,
+                fingerprint=fingerprint(self._config, self._settings.model_id),
+                workers=tuple(workers),
+            )
+        )
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        params = request.kv_transfer_params
+        if self._consumer and isinstance(params, dict) and params.get("do_remote_prefill") is True:
+            self._consumer.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._consumer.available(request, local_tokens) if self._consumer else 0
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: EngineRequest, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        order = self._consumer.allocated(request, blocks, external_tokens) if self._consumer else None
+        if order:
+            self._orders.append(order)
+
+    def build_connector_meta(self) -> StepMetadata:
+        orders, self._orders = self._orders, []
+        return StepMetadata(orders, self._producer.take_released() if self._producer else [])
+
+    def update_connector_output(self, finished_recving: set[str] | None) -> None:
+        for request_id in finished_recving or ():
+            if self._consumer:
+                self._consumer.loaded(request_id)
+
+    def request_finished(
+        self, request: EngineRequest, blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks stay, and the parameters for whoever decodes."""
+        from vllm.v1.request import RequestStatus
+
+        if self._consumer:
+            self._consumer.dropped(request)
+        params = request.kv_transfer_params
+        wanted = self._producer and isinstance(params, dict) and params.get("do_remote_decode") is True
+        complete = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not (self._producer and wanted and complete):
+            return False, None
+        offer = self._producer.finished(request, blocks)
+        return (True, offer.to_params()) if offer else (False, None)
+
+    def shutdown(self) -> None:
+        for role in (self._producer, self._consumer):
+            if role:
+                role.close()

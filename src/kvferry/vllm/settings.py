@@ -1,0 +1,59 @@
+"""What can be set in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import SettingsError
+from kvferry.transport.nixl import PROGRESS_DELAY_US
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All keys, with their defaults.
+
+    Attributes:
+        side_channel_host: address the listener binds and advertises; None for vLLM's own rule (VLLM_HOST_IP, else
+            the address of the default route).
+        side_channel_port: base port, to which the data parallel index is added; 0 lets the system choose.
+        kv_lease_duration: seconds that a finished prefill is held without a claim, or a claim without renewal.
+        claim_timeout: seconds a decode request waits for the producer's answer before it is computed locally.
+        handshake_timeout: seconds a worker waits for any answer of a producer.
+        nixl_progress_delay_us: pause of NIXL's progress thread, in microseconds; 0 spins one core per worker.
+        backends: the NIXL plugin to use (one).
+        backend_params: its options.
+        model_id: names the model where prefill and decode know it under different paths.
+    """
+
+    side_channel_host: str | None = None
+    side_channel_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    kv_lease_duration: Seconds = 30.0
+    claim_timeout: Seconds = 10.0
+    handshake_timeout: Seconds = 10.0
+    nixl_progress_delay_us: Annotated[int, Meta(ge=0)] = PROGRESS_DELAY_US
+    backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = ["UCX"]
+    backend_params: dict[str, str] = {}
+    model_id: str | None = None
+
+
+def parse_settings(extra_config: dict[str, Any]) -> Settings:
+    """Check ``kv_connector_extra_config``.
+
+    Raises:
+        SettingsError: an unknown key (the nearest known one is named) or a value out of bounds.
+    """
+    known = [field.name for field in msgspec.structs.fields(Settings)]
+    for key in extra_config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys are {', '.join(known)}"
+            raise SettingsError(f"kv_connector_extra_config has an unknown key '{key}': {hint}")
+    try:
+        return msgspec.convert(extra_config, Settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"kv_connector_extra_config: {error}") from error

@@ -1,0 +1,165 @@
+"""The worker half: one per (pp_rank, tp_rank) process; it describes its cache, and hands orders to its reader."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+from kvferry.geometry import EngineLayout, WorkerShards
+from kvferry.protocol.identity import draw
+from kvferry.sidechannel.client import Client
+from kvferry.transport.nixl import Agent
+from kvferry.transport.reader import Outcome, Reader
+from kvferry.vllm.cache_view import shards_of
+from kvferry.vllm.compat import fingerprint
+from kvferry.vllm.metadata import Handshake, StepMetadata
+from kvferry.vllm.metrics import TransferStats
+from kvferry.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+TRANSFER_LOG = "KVFERRY_TRANSFER_LOG"
+"""Names a file to which every finished load is appended as a line of JSON."""
+
+
+class WorkerHalf:
+    """Hooks are called on the worker's main thread and never wait for a peer."""
+
+    def __init__(self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._settings = settings
+        self._kv_cache_config = kv_cache_config
+        self._pp_rank = get_pp_group().rank_in_group
+        self._tp_rank = get_tensor_model_parallel_rank()
+        self._reader: Reader | None = None
+        self._client: Client | None = None
+        self._handshake: Handshake | None = None
+        self._released: set[str] = set()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._stats = TransferStats()
+        self._log_path = os.environ.get(TRANSFER_LOG)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe the cache and make it readable. vLLM may call again after it re-allocated the cache.
+
+        Raises:
+            UnsupportedError: a kind of cache that is not moved yet.
+            TransferError: NIXL did not start or refused the memory.
+        """
+        self.shutdown()
+        shards = shards_of(kv_caches, self._kv_cache_config, self._config, self._tp_rank)
+        layout = self._layout(shards)
+        self._client = Client("kvferry-acks")
+        device = next(iter(kv_caches.values())).device
+        self._reader = Reader(
+            layout=layout,
+            make_agent=self._make_agent,
+            ask=self._client.send,
+            on_outcome=self._outcomes.put,
+            timeout=self._settings.handshake_timeout,
+            on_start=lambda: _bind(device),
+        )
+        metadata = self._reader.start()
+        self._handshake = Handshake(WorkerShards(self._pp_rank, self._tp_rank, shards, metadata))
+
+    def _layout(self, shards: tuple[Any, ...]) -> EngineLayout:
+        parallel = self._config.parallel_config
+        return EngineLayout(
+            incarnation=draw(),
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            dp_rank=parallel.data_parallel_index,
+            fingerprint=fingerprint(self._config, self._settings.model_id),
+            workers=(WorkerShards(self._pp_rank, self._tp_rank, shards),),
+        )
+
+    def _make_agent(self) -> Agent:
+        # A name of its own at every start: NIXL keeps what it knew of a name.
+        return Agent(
+            f"kvferry-{draw()}",
+            progress_delay_us=self._settings.nixl_progress_delay_us,
+            backend=self._settings.backends[0],
+            backend_options=self._settings.backend_params,
+        )
+
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._handshake
+
+    def start_load_kv(self, metadata: StepMetadata) -> None:
+        for order in metadata.loads:
+            assert self._reader is not None, "vLLM registers the KV cache before the first step"
+            self._reader.submit(order)
+        self._released.update(metadata.released)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Everything that ended since the last call, each request once."""
+        released, self._released = self._released, set()
+        results = KVConnectorTransferResults(finished_sending=released)
+        while not self._outcomes.empty():
+            outcome = self._outcomes.get()
+            request = outcome.order.request
+            results.finished_recving.add(request)
+            if outcome.failure:
+                results.failed_recving.add(request)
+                logger.warning("loading the KV cache of request %s failed: %s", request, outcome.failure)
+            self._stats.record(outcome)
+            self._log(outcome)
+        return results
+
+    def take_stats(self) -> TransferStats | None:
+        """Statistics since the last call, None when nothing happened."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, TransferStats()
+        return stats
+
+    def _log(self, outcome: Outcome) -> None:
+        if not self._log_path:
+            return
+        dp_rank = self._config.parallel_config.data_parallel_index
+        producer_dp = outcome.producer.dp_rank if outcome.producer else None
+        line = {
+            "request": outcome.order.request,
+            "incarnation": outcome.order.incarnation,
+            "consumer": {"dp": dp_rank, "pp": self._pp_rank, "tp": self._tp_rank},
+            "reads": [
+                {
+                    "producer": {"dp": producer_dp, "pp": part.worker.pp_rank, "tp": part.worker.tp_rank},
+                    "bytes": part.bytes,
+                    "descriptors": part.descriptors,
+                }
+                for part in outcome.reads
+            ],
+            "tokens": outcome.order.last_token - outcome.order.first_token,
+            "ms": round(outcome.seconds * 1e3, 3),
+            "result": outcome.failure or "held",
+        }
+        try:
+            with open(self._log_path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            logger.warning("cannot write %s=%s: %s", TRANSFER_LOG, self._log_path, error)
+            self._log_path = None
+
+    def shutdown(self) -> None:
+        """End the threads. Safe to call twice."""
+        for part in (self._reader, self._client):
+            if part is not None:
+                part.close()
+
+
+def _bind(device: torch.device) -> None:
+    """UCX must find the device's context in the thread that uses it, or it loses the fast paths."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
