@@ -168,3 +168,15 @@ def _pipeline_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
     if layout.partition is not None and sum(layout.partition) != layers:
         return [f"the partition adds up to {sum(layout.partition)} layers, the model has {layers}"]
     return []
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
+    """Bytes of KV cache per token over all layers and heads: an upper bound for any one worker."""
+    size = 4 if dtype == "float32" else 2
+    heads = config.get("num_attention_heads", 1)
+    if config.get("kv_lora_rank"):
+        per_layer = config["kv_lora_rank"] + config.get("qk_rope_head_dim", 0)
+    else:
+        head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+        per_layer = 2 * (config.get("num_key_value_heads") or heads) * head_size
+    return int(config.get("num_hidden_layers", 1) * per_layer * size)

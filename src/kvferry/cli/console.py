@@ -1,0 +1,78 @@
+"""What all commands share: how progress and errors are shown, and the exit codes."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+
+from kvferry.errors import KVFerryError, PortInUseError, SpecError
+
+DIFFERENT = 1
+BAD_INPUT = 2
+NOT_RUN = 3
+INTERRUPTED = 130
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn the project's exceptions into a line on standard error and an exit code."""
+    try:
+        yield
+    except (SpecError, PortInUseError) as error:
+        err.print(f"kvferry: {error}", markup=False)
+        raise typer.Exit(BAD_INPUT) from error
+    except KVFerryError as error:
+        err.print(f"kvferry: {error}", markup=False)
+        raise typer.Exit(NOT_RUN) from error
+    except KeyboardInterrupt as error:
+        err.print("kvferry: interrupted; everything it started is stopped")
+        raise typer.Exit(INTERRUPTED) from error
+
+
+class Step:
+    """One long step: a line that counts seconds while it runs, and stays when it is done."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.detail = ""
+        self._start = time.monotonic()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def __rich__(self) -> str:
+        return f"{self.title} [dim]{self.elapsed_s:.0f} s  {self.detail}[/dim]"
+
+    def say(self, detail: str) -> None:
+        """Show what the step is doing now."""
+        self.detail = detail
+
+
+@contextlib.contextmanager
+def step(title: str) -> Iterator[Step]:
+    """Show a step's progress; where there is no terminal, one line when it starts and one when it is done."""
+    running = Step(title)
+    if not out.is_terminal:
+        out.print(f"{title} ...")
+    with out.status(running, spinner="dots", refresh_per_second=4):
+        yield running
+    out.print(f"[green]done[/green]  {title} [dim]({running.elapsed_s:.1f} s)[/dim]")
+
+
+class Readiness:
+    """Shows which of several processes are still awaited; a progress callback for the supervisor."""
+
+    def __init__(self, shown: Step) -> None:
+        self._step = shown
+        self._seen: dict[str, float] = {}
+
+    def __call__(self, name: str, elapsed_s: float) -> None:
+        self._seen = {other: at for other, at in self._seen.items() if at == elapsed_s}
+        self._seen[name] = elapsed_s
+        self._step.say(f"waiting for {', '.join(self._seen)}")
