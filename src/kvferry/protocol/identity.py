@@ -19,7 +19,7 @@ def token_identity(tokens: Sequence[int], extras: Iterable[str] = ()) -> str:
 
     Args:
         tokens: token ids, in order.
-        extras: an adapter's name, hashes of multimodal inputs and where they lie, a cache salt.
+        extras: an adapter's name, hashes of multimodal inputs and where they lie.
 
     Returns:
         32 hex digits (BLAKE2b, 128 bits). Parameters used with another prompt of the same length would otherwise

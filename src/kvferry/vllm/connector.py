@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.compat import require_supported
+from kvferry.vllm.logs import join_vllm_logging
 from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.metrics import TransferMetrics, TransferStats
 from kvferry.vllm.settings import parse_settings
@@ -52,6 +53,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_logging()
         require_supported(vllm_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf

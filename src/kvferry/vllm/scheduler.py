@@ -44,8 +44,6 @@ def identity_of(request: EngineRequest, tokens: int) -> str | None:
     extras = []
     if request.lora_request is not None:
         extras.append(f"lora:{request.lora_request.lora_name}")
-    if getattr(request, "cache_salt", None):
-        extras.append(f"salt:{request.cache_salt}")
     for feature in getattr(request, "mm_features", None) or ():
         place = feature.mm_position
         if place.offset < tokens:

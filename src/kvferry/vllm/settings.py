@@ -36,8 +36,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     claim_timeout: Seconds = 10.0
     handshake_timeout: Seconds = 10.0
     nixl_progress_delay_us: Annotated[int, Meta(ge=0)] = PROGRESS_DELAY_US
-    backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = ["UCX"]
-    backend_params: dict[str, str] = {}
+    backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = msgspec.field(default_factory=lambda: ["UCX"])
+    backend_params: dict[str, str] = msgspec.field(default_factory=dict)
     model_id: str | None = None
 
 
