@@ -12,14 +12,14 @@ POLL_S = 0.02
 
 
 class Rank(msgspec.Struct, frozen=True):
-    """A worker's place in its instance."""
+    """A worker's place in its instance; the data parallel rank of a producer may be unknown."""
 
-    dp: int
+    dp: int | None
     pp: int
     tp: int
 
     def __str__(self) -> str:
-        return f"dp{self.dp} pp{self.pp} tp{self.tp}"
+        return f"dp{'?' if self.dp is None else self.dp} pp{self.pp} tp{self.tp}"
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -38,6 +38,7 @@ class Transfer(msgspec.Struct, frozen=True):
     reads: tuple[Read, ...]
     ms: float
     result: str
+    tokens: int = 0
 
     @property
     def bytes(self) -> int:

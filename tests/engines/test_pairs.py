@@ -1,0 +1,72 @@
+"""Greedy tokens through prefill and decode equal those of one plain engine, in every pair of layouts."""
+
+import itertools
+import json
+import zlib
+
+import pytest
+
+from kvferry.cluster.prompts import default_prompts
+from kvferry.cluster.verification import TIE_BOUNDS, Outcome, Verifier, reference
+
+from .conftest import Fleet, Instance
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+
+# In an order in which one pair's engines serve the next.
+EVERYDAY = [
+    ("qwen2", "pp=2", "tp=1"),
+    ("qwen2", "tp=1", "pp=2"),
+    ("qwen2", "tp=1", "tp=2,pp=2"),
+    ("qwen2", "tp=2,pp=2", "pp=2"),
+    ("qwen2", "pp=2", "pp=2"),
+    ("qwen2", "pp=3,partition=1+2+1", "pp=2"),
+    ("qwen2", "pp=2", "tp=2"),
+    ("qwen2", "tp=2", "pp=2"),
+    ("qwen2", "dp=2", "pp=2"),
+    ("qwen2", "pp=2", "dp=2"),
+    ("qwen2-6heads", "tp=3", "tp=2"),
+    ("deepseek-v2", "pp=2", "tp=1"),
+]
+SQUARE = ["tp=1", "tp=2", "pp=2", "pp=3,partition=1+2+1", "dp=2", "tp=2,pp=2"]
+HEAVY = [
+    *(("qwen2", *pair) for pair in itertools.product(SQUARE, repeat=2) if ("qwen2", *pair) not in EVERYDAY),
+    ("deepseek-v2", "tp=2", "tp=1"),
+    ("deepseek-v2", "tp=2", "pp=2"),
+]
+PAIRS = [
+    *(pytest.param(*pair, id=f"{pair[0]}:{pair[1]}->{pair[2]}") for pair in EVERYDAY),
+    *(pytest.param(*pair, id=f"{pair[0]}:{pair[1]}->{pair[2]}", marks=pytest.mark.heavy) for pair in HEAVY),
+]
+
+
+@pytest.mark.parametrize(("kind", "prefill", "decode"), PAIRS)
+def test_the_tokens_are_those_of_a_plain_engine(fleet: Fleet, kind: str, prefill: str, decode: str) -> None:
+    producer, consumer = fleet.pair(kind, prefill, decode)
+    prompts = default_prompts(_vocabulary(producer), seed=zlib.crc32(f"{kind} {prefill} {decode}".encode()))
+    expected = reference(fleet.dispatcher, fleet.plain(kind).spec, prompts)
+    verifier = Verifier(
+        fleet.dispatcher, producer.spec, consumer.spec, consumer.transfer_log, TIE_BOUNDS[producer.spec.dtype]
+    )
+    outcomes = list(verifier.run(prompts, expected))
+    _assert_good(outcomes)
+    _assert_all_ranks_took_part(outcomes, producer, consumer)
+
+
+def _vocabulary(instance: Instance) -> int:
+    return json.loads((instance.spec.model / "config.json").read_text())["vocab_size"]
+
+
+def _assert_good(outcomes: list[Outcome]) -> None:
+    bad = [f"{o.name} ({o.tokens} tokens): {o.verdict.value} {o.detail}" for o in outcomes if not o.verdict.good]
+    assert not bad, "\n".join(bad)
+
+
+def _assert_all_ranks_took_part(outcomes: list[Outcome], producer: Instance, consumer: Instance) -> None:
+    transfers = [transfer for outcome in outcomes for transfer in outcome.moved.transfers]
+    layout = consumer.spec.layout
+    readers = {(t.consumer.dp, t.consumer.pp, t.consumer.tp) for t in transfers}
+    assert readers == set(itertools.product(range(layout.dp), range(layout.pp), range(layout.tp)))
+    layout = producer.spec.layout
+    read_from = {(read.producer.dp, read.producer.pp) for t in transfers for read in t.reads}
+    assert read_from == set(itertools.product(range(layout.dp), range(layout.pp)))
