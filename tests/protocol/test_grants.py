@@ -1,0 +1,272 @@
+"""The producer's state machine: I2, I5, I6 and I8 of the design, by example and by random histories."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from kvferry.protocol.grants import Grants
+from kvferry.protocol.identity import draw
+from kvferry.protocol.messages import Ack, Claim, Gone, Granted, Held, Hello, Release, Released, Renew, Renewed
+
+LEASE = 30.0
+INCARNATION, CONSUMER, STRANGER = "1" * 32, "2" * 32, "3" * 32
+READERS = ["pp0tp0", "pp1tp0"]
+BLOCKS = [[3, 1, 4], [1, 5]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def grants(clock):
+    return Grants(INCARNATION, LEASE, clock)
+
+
+def _claim(grant, claim="c" * 32, consumer=CONSUMER, readers=READERS, nonce=None, incarnation=INCARNATION):
+    return Claim(incarnation, grant.request, nonce or grant.nonce, claim, consumer, readers)
+
+
+def _ack(grant, reader, claim="c" * 32):
+    return Ack(INCARNATION, grant.request, claim, reader)
+
+
+def _release(grant, claim="c" * 32, nonce=None):
+    return Release(INCARNATION, grant.request, nonce or grant.nonce, claim)
+
+
+def test_a_claim_is_answered_with_the_blocks_and_the_remaining_time(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    assert grants.answer(_claim(grant)) == Granted(BLOCKS, 40, LEASE)
+
+
+def test_blocks_are_freed_once_after_the_last_reader_acknowledged(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    assert grants.answer(_ack(grant, "pp0tp0")) == Held()
+    assert grants.take_ended() == []
+    assert grants.answer(_ack(grant, "pp1tp0")) == Held()
+    assert grants.take_ended() == ["r"]
+    assert grants.take_ended() == []
+
+
+def test_the_same_reader_counts_once(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    assert grants.answer(_ack(grant, "pp0tp0")) == Held()
+    assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
+    assert grants.take_ended() == []
+
+
+def test_a_reader_that_was_not_announced_changes_nothing(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    assert isinstance(grants.answer(_ack(grant, "pp7tp7")), Gone)
+    assert grants.take_ended() == []
+
+
+def test_an_acknowledgement_without_a_claim_is_gone(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
+
+
+def test_a_replayed_claim_after_the_end_is_gone(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant, readers=["pp0tp0"]))
+    grants.answer(_ack(grant, "pp0tp0"))
+    assert isinstance(grants.answer(_claim(grant, claim="d" * 32)), Gone)
+
+
+def test_a_repeated_claim_message_is_answered_again_and_counts_once(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    grants.answer(_ack(grant, "pp0tp0"))
+    assert isinstance(grants.answer(_claim(grant)), Granted)
+    grants.answer(_ack(grant, "pp1tp0"))
+    assert grants.take_ended() == ["r"]
+
+
+def test_a_forged_nonce_is_gone_and_changes_nothing(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    assert isinstance(grants.answer(_claim(grant, nonce="f" * 32)), Gone)
+    assert isinstance(grants.answer(_claim(grant)), Granted)
+
+
+def test_a_second_consumer_is_gone_while_the_first_one_reads(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    assert isinstance(grants.answer(_claim(grant, claim="d" * 32, consumer=STRANGER)), Gone)
+    assert grants.answer(_ack(grant, "pp0tp0")) == Held()
+
+
+def test_a_message_for_an_earlier_incarnation_is_gone(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    assert "incarnation" in grants.answer(_claim(grant, incarnation=STRANGER)).reason
+
+
+def test_requests_of_one_consumer_share_a_grant_by_count(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    for claim in ("c" * 32, "d" * 32):
+        assert isinstance(grants.answer(_claim(grant, claim=claim, readers=["pp0tp0"])), Granted)
+    assert grants.answer(_ack(grant, "pp0tp0", "c" * 32)) == Held()
+    assert grants.take_ended() == []
+    assert grants.answer(_ack(grant, "pp0tp0", "d" * 32)) == Held()
+    assert grants.take_ended() == ["r"]
+
+
+def test_an_unclaimed_grant_ends_with_its_lease(grants, clock):
+    grants.offer("r", BLOCKS, 40)
+    clock.now += LEASE - 0.01
+    assert grants.expire() == pytest.approx(0.01)
+    clock.now += 0.01
+    assert grants.expire() is None
+    assert grants.take_ended() == ["r"]
+
+
+def test_a_consumer_that_died_after_its_claim_holds_nothing_past_the_lease(grants, clock):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    clock.now += LEASE
+    grants.expire()
+    assert grants.take_ended() == ["r"]
+
+
+def test_an_acknowledgement_after_the_lease_is_gone_even_before_anyone_looked(grants, clock):
+    """I2: the answer must not depend on whether the expiry thread ran first."""
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    clock.now += LEASE
+    assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
+    assert grants.take_ended() == ["r"]
+
+
+def test_renewal_keeps_a_claim_for_another_lease(grants, clock):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    for _ in range(5):
+        clock.now += LEASE / 3
+        assert grants.answer(Renew(INCARNATION, [("r", "c" * 32)])) == Renewed([])
+    assert grants.answer(_ack(grant, "pp0tp0")) == Held()
+
+
+def test_renewal_names_the_claims_that_are_gone(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    renewal = Renew(INCARNATION, [("r", "c" * 32), ("r", "d" * 32), ("q", "e" * 32)])
+    assert grants.answer(renewal) == Renewed(["d" * 32, "e" * 32])
+
+
+def test_release_frees_an_unclaimed_grant_at_once(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    assert grants.answer(_release(grant)) == Released()
+    assert grants.take_ended() == ["r"]
+
+
+def test_release_frees_a_claimed_grant_at_once(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    grants.answer(_release(grant))
+    assert grants.take_ended() == ["r"]
+
+
+def test_release_of_one_claim_leaves_another_ones_blocks(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    for claim in ("c" * 32, "d" * 32):
+        grants.answer(_claim(grant, claim=claim))
+    grants.answer(_release(grant, claim="c" * 32))
+    assert grants.take_ended() == []
+
+
+@pytest.mark.parametrize("change", [{"nonce": "f" * 32}, {"claim": "f" * 32}])
+def test_a_foreign_release_frees_nothing_while_someone_reads(grants, change):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant))
+    assert grants.answer(_release(grant, **change)) == Released()
+    assert grants.take_ended() == []
+
+
+def test_hello_is_not_for_the_grants(grants):
+    assert isinstance(grants.answer(Hello(INCARNATION)), Gone)
+
+
+class GrantHistories(RuleBasedStateMachine):
+    """Any interleaving of offers, claims, acknowledgements, renewals, releases and time."""
+
+    offered = Bundle("offered")
+    claims = st.sampled_from(["c" * 32, "d" * 32])
+
+    @initialize()
+    def start(self):
+        self.clock = Clock()
+        self.grants = Grants(INCARNATION, LEASE, self.clock)
+        self.freed: list[str] = []
+        self.alive_until: dict[str, float] = {}
+
+    @rule(target=offered)
+    def offer(self):
+        request = draw()
+        self.alive_until[request] = self.clock.now + LEASE
+        return self.grants.offer(request, BLOCKS, 40)
+
+    @rule(grant=offered, claim=claims, consumer=st.sampled_from([CONSUMER, STRANGER]))
+    def claim(self, grant, claim, consumer):
+        if isinstance(self.grants.answer(_claim(grant, claim, consumer)), Granted):
+            self._must_be_alive(grant)
+            self.alive_until[grant.request] = self.clock.now + LEASE
+
+    @rule(grant=offered, claim=claims, reader=st.sampled_from([*READERS, "pp9tp9"]))
+    def ack(self, grant, claim, reader):
+        if self.grants.answer(_ack(grant, reader, claim)) == Held():
+            self._must_be_alive(grant)
+
+    @rule(grant=offered, claim=claims)
+    def renew(self, grant, claim):
+        if not self.grants.answer(Renew(INCARNATION, [(grant.request, claim)])).gone:
+            self._must_be_alive(grant)
+            self.alive_until[grant.request] = self.clock.now + LEASE
+
+    @rule(grant=offered, claim=claims)
+    def release(self, grant, claim):
+        assert self.grants.answer(_release(grant, claim)) == Released()
+
+    @rule(seconds=st.sampled_from([0.1, 9.9, 10.0, 29.9, 30.0, 31.0]))
+    def pass_time(self, seconds):
+        self.clock.now += seconds
+
+    @rule()
+    def expire(self):
+        self.grants.expire()
+
+    @rule()
+    def free(self):
+        self.freed += self.grants.take_ended()
+
+    def _must_be_alive(self, grant):
+        assert grant.request not in self.freed, "vouched for blocks that were freed"
+        assert self.clock.now < self.alive_until[grant.request], "vouched for blocks past their lease"
+
+    @invariant()
+    def every_grant_is_freed_at_most_once(self):
+        freed = [*self.freed, *self.grants._ended]
+        assert len(freed) == len(set(freed))
+
+    @invariant()
+    def nothing_outlives_its_lease(self):
+        self.grants.expire()
+        freed = {*self.freed, *self.grants._ended}
+        for request, until in self.alive_until.items():
+            assert until > self.clock.now or request in freed
+
+
+TestGrantHistories = GrantHistories.TestCase
+TestGrantHistories.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

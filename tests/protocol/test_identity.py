@@ -1,0 +1,32 @@
+"""The identity of a prompt's KV cache."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.protocol.identity import draw, token_identity
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+
+
+@given(TOKENS, TOKENS)
+def test_two_prompts_share_an_identity_only_if_they_are_equal(one, two):
+    assert (token_identity(one) == token_identity(two)) == (one == two)
+
+
+def test_the_same_tokens_under_another_adapter_are_not_the_same_cache():
+    assert token_identity([1, 2], ["lora:a"]) != token_identity([1, 2], ["lora:b"]) != token_identity([1, 2])
+
+
+def test_extras_cannot_be_shifted_into_each_other():
+    assert token_identity([1], ["ab", "c"]) != token_identity([1], ["a", "bc"])
+
+
+def test_identity_does_not_depend_on_the_process():
+    """Producer and consumer are different processes: Python's own hash would differ."""
+    assert token_identity([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
+
+
+def test_names_are_128_random_bits():
+    names = {draw() for _ in range(1000)}
+    assert len(names) == 1000
+    assert all(len(name) == 32 for name in names)

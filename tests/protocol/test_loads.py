@@ -1,0 +1,164 @@
+"""The consumer's state machine: when a request waits, loads, or is computed locally."""
+
+import pytest
+
+from kvferry.geometry import Span
+from kvferry.protocol.loads import Loads
+from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew, Renewed
+
+TOKEN, OTHER, CONSUMER = "1" * 32, "2" * 32, "3" * 32
+TIMEOUT, TTL = 10.0, 30.0
+ADDRESS = ("10.0.0.7", 5601)
+GRANTED = Granted([[3, 4, 5]], 300, TTL)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _make_offer(request="p-1", host=ADDRESS[0], incarnation=TOKEN, tokens=300):
+    return Offer(host, ADDRESS[1], "prefill", request, incarnation, OTHER, tokens, TOKEN)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def loads(clock):
+    return Loads(CONSUMER, ["pp0tp0", "pp1tp0"], TIMEOUT, clock)
+
+
+def _granted(loads, name="d-1", **offer):
+    claim = loads.begin(name, _make_offer(**offer))
+    loads.claimed(name, GRANTED)
+    return claim
+
+
+def test_a_claim_names_the_offer_and_every_reader(loads):
+    claim = loads.begin("d-1", _make_offer())
+    assert (claim.incarnation, claim.request, claim.nonce, claim.consumer) == (TOKEN, "p-1", OTHER, CONSUMER)
+    assert claim.readers == ["pp0tp0", "pp1tp0"]
+
+
+def test_each_request_claims_under_a_name_of_its_own(loads):
+    assert loads.begin("d-1", _make_offer()).claim != loads.begin("d-2", _make_offer()).claim
+
+
+def test_a_request_waits_until_the_producer_answers(loads):
+    loads.begin("d-1", _make_offer())
+    assert loads.available("d-1") is None
+    assert loads.claimed("d-1", GRANTED) is None
+    assert loads.available("d-1") == 300
+
+
+def test_a_request_without_an_offer_has_nothing_to_load(loads):
+    assert loads.available("d-1") == 0
+
+
+@pytest.mark.parametrize("reply", [Gone("released"), None, Held(), Granted([[3]], 299, TTL)])
+def test_any_answer_but_a_full_grant_means_local_prefill(loads, reply):
+    loads.begin("d-1", _make_offer())
+    assert loads.claimed("d-1", reply)
+    assert loads.available("d-1") == 0
+    assert len(loads) == 0
+
+
+def test_a_request_stops_waiting_at_its_deadline(loads, clock):
+    loads.begin("d-1", _make_offer())
+    clock.now += TIMEOUT
+    assert loads.available("d-1") == 0
+
+
+def test_an_order_carries_both_block_lists_and_the_tokens_to_read(loads):
+    claim = _granted(loads)
+    order = loads.start("d-1", [[7, 8, 9]], Span(128, 300))
+    assert (order.request, order.remote_request, order.address, order.claim) == ("d-1", "p-1", ADDRESS, claim.claim)
+    assert (order.remote_blocks, order.local_blocks) == ([[3, 4, 5]], [[7, 8, 9]])
+    assert (order.first_token, order.last_token) == (128, 300)
+
+
+def test_a_load_is_ordered_once(loads):
+    _granted(loads)
+    assert loads.start("d-1", [[7]], Span(0, 300))
+    assert loads.start("d-1", [[7]], Span(0, 300)) is None
+
+
+def test_a_request_that_loads_or_has_loaded_never_asks_again(loads):
+    _granted(loads)
+    loads.start("d-1", [[7]], Span(0, 300))
+    assert loads.available("d-1") == 0
+    loads.finished("d-1")
+    assert loads.available("d-1") == 0
+
+
+def test_dropping_a_waiting_or_granted_request_releases_the_grant(loads):
+    first = loads.begin("d-1", _make_offer())
+    second = _granted(loads, "d-2")
+    assert loads.drop("d-1") == (ADDRESS, Release(TOKEN, "p-1", OTHER, first.claim))
+    assert loads.drop("d-2") == (ADDRESS, Release(TOKEN, "p-1", OTHER, second.claim))
+    assert len(loads) == 0
+
+
+def test_dropping_a_load_under_way_releases_nothing(loads):
+    """Its workers still read; their acknowledgements end the grant."""
+    _granted(loads)
+    loads.start("d-1", [[7]], Span(0, 300))
+    assert loads.drop("d-1") is None
+    assert len(loads) == 1
+
+
+def test_an_answer_after_the_request_was_dropped_is_ignored(loads):
+    loads.begin("d-1", _make_offer())
+    loads.drop("d-1")
+    assert loads.claimed("d-1", GRANTED) is None
+    assert loads.available("d-1") == 0
+
+
+def test_renewals_are_due_every_third_of_the_lease_and_batched_by_producer(loads, clock):
+    claims = [_granted(loads, f"d-{i}", request=f"p-{i}").claim for i in range(2)]
+    other = _granted(loads, "d-9", host="10.0.0.8", incarnation=OTHER)
+    assert loads.due() == []
+    assert loads.next_renewal() == pytest.approx(TTL / 3)
+    clock.now += TTL / 3
+    assert loads.due() == [
+        (ADDRESS, Renew(TOKEN, [("p-0", claims[0]), ("p-1", claims[1])])),
+        (("10.0.0.8", 5601), Renew(OTHER, [("p-1", other.claim)])),
+    ]
+    assert loads.due() == []
+
+
+def test_a_load_under_way_is_renewed_until_every_worker_reported(loads, clock):
+    _granted(loads)
+    loads.start("d-1", [[7]], Span(0, 300))
+    clock.now += TTL / 3
+    assert len(loads.due()) == 1
+    loads.finished("d-1")
+    clock.now += TTL
+    assert loads.due() == []
+    assert loads.next_renewal() is None
+
+
+def test_a_grant_that_the_producer_lost_is_not_loaded(loads):
+    claim = _granted(loads)
+    loads.renewed(Renewed([claim.claim]))
+    assert loads.available("d-1") == 0
+
+
+def test_a_grant_lost_between_counting_and_allocation_is_ordered_all_the_same(loads):
+    """The scheduler then waits for the workers' report; without an order it would wait for ever."""
+    claim = _granted(loads)
+    assert loads.available("d-1") == 300
+    loads.renewed(Renewed([claim.claim]))
+    assert loads.start("d-1", [[7]], Span(0, 300)) is not None
+
+
+def test_a_renewal_without_an_answer_changes_nothing(loads):
+    _granted(loads)
+    loads.renewed(None)
+    assert loads.available("d-1") == 300
