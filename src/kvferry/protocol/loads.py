@@ -15,10 +15,7 @@ from enum import Enum, auto
 
 from kvferry.geometry import Span
 from kvferry.protocol.identity import draw
-from kvferry.protocol.messages import Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply
-
-Address = tuple[str, int]
-"""Host and port of a producer's side channel."""
+from kvferry.protocol.messages import Address, Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +67,6 @@ class Load:
     grant: Granted | None = None
     renew_at: float = 0.0
     lost: bool = False
-
-    @property
-    def address(self) -> Address:
-        return self.offer.host, self.offer.port
 
 
 class Loads:
@@ -137,7 +130,7 @@ class Loads:
         return Order(
             request=request,
             remote_request=offer.request,
-            address=load.address,
+            address=load.offer.address,
             incarnation=offer.incarnation,
             claim=load.claim,
             remote_blocks=load.grant.blocks,
@@ -153,7 +146,7 @@ class Loads:
             return None
         del self._loads[request]
         offer = load.offer
-        return load.address, Release(offer.incarnation, offer.request, offer.nonce, load.claim)
+        return load.offer.address, Release(offer.incarnation, offer.request, offer.nonce, load.claim)
 
     def finished(self, request: str) -> None:
         """Every worker has reported the request, well or badly."""
@@ -166,7 +159,7 @@ class Loads:
         for load in self._loads.values():
             if load.grant and not load.lost and load.renew_at <= now:
                 load.renew_at = now + load.grant.ttl / 3
-                key = (load.address, load.offer.incarnation)
+                key = (load.offer.address, load.offer.incarnation)
                 batches.setdefault(key, []).append((load.offer.request, load.claim))
         return [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
 

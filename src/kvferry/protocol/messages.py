@@ -25,6 +25,9 @@ MAX_REPLY_BYTES = 64 << 20
 PARAMS_KEY = "kvferry"
 """The one key of this project in ``kv_transfer_params``; the others there are vLLM's own."""
 
+Address = tuple[str, int]
+"""Host and port of a producer's side channel."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[str, Meta(min_length=16, max_length=64, pattern="^[0-9a-f]+$")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -55,6 +58,10 @@ class Offer(msgspec.Struct, frozen=True):
     tokens: Count
     token_hash: Token
     layout: Annotated[str, Meta(max_length=64)] = ""
+
+    @property
+    def address(self) -> Address:
+        return self.host, self.port
 
     def to_params(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the decode request, in the keys that vLLM's routers know."""

@@ -14,8 +14,7 @@ from typing import Any
 import zmq
 
 from kvferry.errors import MessageError
-from kvferry.protocol.loads import Address
-from kvferry.protocol.messages import MAX_REPLY_BYTES, Reply, Request, decode_reply, encode
+from kvferry.protocol.messages import MAX_REPLY_BYTES, Address, Reply, Request, decode_reply, encode
 from kvferry.sidechannel.sockets import Wake, configure, endpoint
 
 logger = logging.getLogger(__name__)

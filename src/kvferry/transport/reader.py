@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import TransferError
 from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, plan
 from kvferry.geometry import memory_regions as regions_of
-from kvferry.protocol.loads import Address, Order
-from kvferry.protocol.messages import Ack, Gone, Held, Hello, Reply, Request, Welcome
+from kvferry.protocol.loads import Order
+from kvferry.protocol.messages import Ack, Address, Gone, Held, Hello, Reply, Request, Welcome
 from kvferry.transport.nixl import Agent, Read
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from kvferry.errors import ParamsError
 from kvferry.geometry import EngineLayout, Span
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
-from kvferry.protocol.loads import Address, Loads, Order
-from kvferry.protocol.messages import Gone, Hello, Offer, Release, Reply, Request, Welcome, encode
+from kvferry.protocol.loads import Loads, Order
+from kvferry.protocol.messages import Address, Gone, Hello, Offer, Release, Reply, Request, Welcome, encode
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 from kvferry.vllm.compat import fingerprint
@@ -62,7 +62,6 @@ class Producer:
         parallel = config.parallel_config
         self._config = config
         self._settings = settings
-        self._layout: EngineLayout | None = None
         self._welcome = encode(STARTING)
         self._grants = Grants(incarnation, settings.kv_lease_duration, time.monotonic)
         self._lock = threading.Lock()
@@ -74,7 +73,6 @@ class Producer:
 
     def describe(self, layout: EngineLayout) -> None:
         """From now on ``Hello`` is answered with this."""
-        self._layout = layout
         self._welcome = encode(Welcome(layout))
 
     def _answer(self, message: Request) -> bytes:
@@ -143,17 +141,13 @@ class Consumer:
             return
         if identity_of(request, offer.tokens) != offer.token_hash:
             self._warn(request, "the offered KV cache was computed from another prompt")
-            self._send(offer, Release(offer.incarnation, offer.request, offer.nonce, draw()))
+            self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
             return
-        with self._lock:
-            claim = self._loads.begin(request.request_id, offer)
         request_id = request.request_id
-        self._client.send(
-            (offer.host, offer.port),
-            claim,
-            self._settings.claim_timeout,
-            lambda reply: self._claimed(request_id, reply),
-        )
+        with self._lock:
+            claim = self._loads.begin(request_id, offer)
+        timeout = self._settings.claim_timeout
+        self._client.send(offer.address, claim, timeout, lambda reply: self._claimed(request_id, reply))
 
     def _claimed(self, request_id: str, reply: Reply | None) -> None:
         with self._lock:
@@ -195,18 +189,17 @@ class Consumer:
     def dropped(self, request: EngineRequest) -> None:
         """Aborted, rejected, or nothing left to load: the producer need not wait. A load under way goes on."""
         with self._lock:
-            release = self._loads.drop(request.request_id)
-        if release:
-            address, message = release
-            self._client.send(address, message, self._settings.handshake_timeout, lambda _: None)
+            dropped = self._loads.drop(request.request_id)
+        if dropped:
+            self._release(*dropped)
 
     def loaded(self, request_id: str) -> None:
         """All workers have reported."""
         with self._lock:
             self._loads.finished(request_id)
 
-    def _send(self, offer: Offer, message: Request) -> None:
-        self._client.send((offer.host, offer.port), message, self._settings.handshake_timeout, lambda _: None)
+    def _release(self, address: Address, message: Release) -> None:
+        self._client.send(address, message, self._settings.handshake_timeout, lambda _: None)
 
     def _warn(self, request: EngineRequest, why: str) -> None:
         log = logger.info if self._warned else logger.warning

@@ -33,6 +33,10 @@ TRANSFER_LOG = "KVFERRY_TRANSFER_LOG"
 """Names a file to which every finished load is appended as a line of JSON."""
 
 
+MAX_REASONS = 100
+"""Reasons for failed loads that are remembered, so as to warn of each once."""
+
+
 class WorkerHalf:
     """Hooks are called on the worker's main thread and never wait for a peer."""
 
@@ -48,6 +52,7 @@ class WorkerHalf:
         self._released: set[str] = set()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._stats = TransferStats()
+        self._warned: set[str] = set()
         self._log_path = os.environ.get(TRANSFER_LOG)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -112,10 +117,17 @@ class WorkerHalf:
             results.finished_recving.add(request)
             if outcome.failure:
                 results.failed_recving.add(request)
-                logger.warning("loading the KV cache of request %s failed: %s", request, outcome.failure)
+                self._warn(request, outcome.failure)
             self._stats.record(outcome)
             self._log(outcome)
         return results
+
+    def _warn(self, request: str, failure: str) -> None:
+        """An incompatible pair fails every request for the same reasons: they are worth one warning."""
+        log = logger.info if failure in self._warned else logger.warning
+        log("loading the KV cache of request %s failed: %s", request, failure)
+        if len(self._warned) < MAX_REASONS:
+            self._warned.add(failure)
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
