@@ -55,10 +55,11 @@ def _shard(
     blocks, held, tokens, content = cache.shape
     total = 1 if latent else _total_heads(held, tp_size, config)
     heads = heads_of_rank(total, tp_size, tp_rank)
-    if heads.size != held or blocks % num_blocks or tokens * (blocks // num_blocks) != spec.block_size:
+    whole_blocks = blocks % num_blocks == 0 and tokens * (blocks // num_blocks) == spec.block_size
+    if not (whole_blocks and held == spec.num_kv_heads == heads.size):
         raise UnsupportedError(
             f"{layer}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of {spec.block_size} tokens "
-            f"with {heads.size} of {total} heads"
+            f"with {spec.num_kv_heads} of {total} heads"
         )
     size = cache.element_size()
     block_stride, head_stride, token_stride, _ = (stride * size for stride in cache.stride())
