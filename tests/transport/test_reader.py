@@ -1,0 +1,268 @@
+"""The transfer thread against a real producer: real NIXL, a real listener, real grants."""
+
+import queue
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, WorkerShards, memory_regions
+from kvferry.protocol.grants import Grants
+from kvferry.protocol.identity import draw
+from kvferry.protocol.loads import Order
+from kvferry.protocol.messages import Ack, Claim, Granted, Hello, Welcome, encode
+from kvferry.sidechannel.client import Client
+from kvferry.sidechannel.server import Listener
+from kvferry.transport.nixl import Agent
+from kvferry.transport.reader import Reader
+
+DEADLINE_S = 30.0
+BLOCKS, BLOCK_TOKENS, HEADS, CELL = 12, 16, 4, 32
+LAYERS = ["model.layers.0.attn", "model.layers.1.attn"]
+FINGERPRINT = Fingerprint("model", 1, "0.32")
+READER = "pp0tp0"
+
+
+def _make_shards(memory, layers=LAYERS, dtype="float32"):
+    """Shards of ``layers`` over an array of shape (layers, blocks, heads, tokens, bytes)."""
+    return tuple(
+        LayerShard(
+            layer=layer,
+            kind="attention",
+            heads=Span(0, HEADS),
+            total_heads=HEADS,
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=BLOCKS,
+            cell_bytes=CELL,
+            dtype=dtype,
+            packing="CPU_ATTN/vec",
+            opaque=True,
+            group=0,
+            address=memory[index].ctypes.data,
+            block_stride=HEADS * BLOCK_TOKENS * CELL,
+            head_stride=BLOCK_TOKENS * CELL,
+            token_stride=CELL,
+        )
+        for index, layer in enumerate(layers)
+    )
+
+
+def _make_memory(fill):
+    memory = np.zeros((len(LAYERS), BLOCKS, HEADS, BLOCK_TOKENS, CELL), np.uint8)
+    memory[:] = fill(np.arange(memory.size, dtype=np.int64).reshape(memory.shape))
+    return memory
+
+
+class Producer:
+    """One engine core with one worker, without vLLM: an agent, grants and a listener."""
+
+    def __init__(self, port=0, lease=30.0, layers=LAYERS, dtype="float32", mute=()):
+        self.memory = _make_memory(lambda index: (index * 31 + 7) % 251)
+        self.grants = Grants(draw(), lease, time.monotonic)
+        self.hellos, self.muted = 0, mute
+        self._agent = Agent(f"producer-{draw()}")
+        shards = _make_shards(self.memory, layers, dtype)
+        self._agent.register(memory_regions(shards))
+        worker = WorkerShards(0, 0, shards, self._agent.metadata())
+        self._welcome = encode(Welcome(EngineLayout(self.grants.incarnation, 1, 1, 0, FINGERPRINT, (worker,))))
+        self._lock = threading.Lock()
+        self._listener = Listener("127.0.0.1", port, self._answer, lambda: None)
+        self.address = ("127.0.0.1", self._listener.port)
+
+    def _answer(self, message):
+        if isinstance(message, self.muted):
+            raise RuntimeError("this producer does not answer that")
+        if isinstance(message, Hello):
+            self.hellos += 1
+            return self._welcome
+        with self._lock:
+            return encode(self.grants.answer(message))
+
+    def grant(self, blocks=(3, 4, 5), readers=(READER,)):
+        with self._lock:
+            grant = self.grants.offer(draw(), [list(blocks)], BLOCK_TOKENS * len(blocks))
+            claim = Claim(self.grants.incarnation, grant.request, grant.nonce, draw(), draw(), list(readers))
+            assert isinstance(self.grants.answer(claim), Granted)
+        return grant, claim
+
+    def order(self, name="d-1", blocks=(3, 4, 5), local=(7, 8, 9), first=0, **change):
+        grant, claim = self.grant(blocks)
+        fields = {
+            "request": name,
+            "remote_request": grant.request,
+            "address": self.address,
+            "incarnation": self.grants.incarnation,
+            "claim": claim.claim,
+            "remote_blocks": grant.blocks,
+            "local_blocks": [list(local)],
+            "first_token": first,
+            "last_token": BLOCK_TOKENS * len(blocks),
+        }
+        return Order(**{**fields, **change})
+
+    def take_ended(self):
+        with self._lock:
+            return self.grants.take_ended()
+
+    def close(self):
+        self._listener.close()
+
+
+class Consumer:
+    """One worker: its memory, its reader, and what came out."""
+
+    def __init__(self, timeout=DEADLINE_S):
+        self.memory = _make_memory(lambda index: index * 0)
+        shards = _make_shards(self.memory)
+        layout = EngineLayout(draw(), 1, 1, 0, FINGERPRINT, (WorkerShards(0, 0, shards),))
+        self.outcomes: queue.SimpleQueue = queue.SimpleQueue()
+        self._client = Client("test-acks")
+        self.reader = Reader(
+            layout=layout,
+            make_agent=lambda: Agent(f"consumer-{draw()}"),
+            ask=self._client.send,
+            on_outcome=self.outcomes.put,
+            timeout=timeout,
+        )
+        self.reader.start()
+
+    def load(self, order):
+        self.reader.submit(order)
+        return self.outcomes.get(timeout=DEADLINE_S)
+
+    def close(self):
+        self.reader.close()
+        self._client.close()
+
+
+@pytest.fixture
+def parties():
+    opened = []
+
+    def make(cls, **options):
+        opened.append(cls(**options))
+        return opened[-1]
+
+    yield make
+    for party in opened:
+        party.close()
+
+
+def _assert_only(consumer, producer, pairs):
+    """Local blocks hold the remote ones' bytes, and every other byte is untouched."""
+    expected = np.zeros_like(consumer.memory)
+    for local, remote in pairs:
+        expected[:, local] = producer.memory[:, remote]
+    np.testing.assert_array_equal(consumer.memory, expected)
+
+
+def test_an_order_moves_its_blocks_and_nothing_else_and_ends_the_grant(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    order = producer.order()
+    outcome = consumer.load(order)
+    assert outcome.failure is None
+    assert outcome.producer.incarnation == producer.grants.incarnation
+    assert sum(part.bytes for part in outcome.reads) == 3 * len(LAYERS) * HEADS * BLOCK_TOKENS * CELL
+    _assert_only(consumer, producer, [(7, 3), (8, 4), (9, 5)])
+    assert producer.take_ended() == [order.remote_request]
+
+
+def test_blocks_found_locally_are_not_written_again(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    assert consumer.load(producer.order(first=2 * BLOCK_TOKENS)).failure is None
+    _assert_only(consumer, producer, [(9, 5)])
+
+
+def test_a_producer_is_met_once_for_any_number_of_orders(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    for number in range(20):
+        consumer.reader.submit(producer.order(f"d-{number}"))
+    names = {consumer.outcomes.get(timeout=DEADLINE_S).order.request for _ in range(20)}
+    assert names == {f"d-{number}" for number in range(20)}
+    assert producer.hellos == 1
+
+
+def test_a_read_the_producer_does_not_vouch_for_fails(parties):
+    """The lease ended while the bytes moved: they may be another request's."""
+    producer, consumer = parties(Producer), parties(Consumer)
+    order = producer.order(claim=draw())
+    outcome = consumer.load(order)
+    assert "does not vouch" in outcome.failure
+
+
+def test_a_producer_that_stops_answering_acknowledgements_fails_the_load(parties):
+    producer, consumer = parties(Producer, mute=(Ack,)), parties(Consumer, timeout=0.5)
+    assert "no answer" in consumer.load(producer.order()).failure
+
+
+def test_a_producer_that_never_says_hello_fails_the_load(parties):
+    producer, consumer = parties(Producer, mute=(Hello,)), parties(Consumer, timeout=0.5)
+    assert "handshake failed" in consumer.load(producer.order()).failure
+
+
+def test_a_pair_that_cannot_work_fails_with_every_reason_and_frees_the_blocks(parties):
+    producer = parties(Producer, layers=[LAYERS[0], "model.layers.7.attn"], dtype="float16")
+    consumer = parties(Consumer)
+    order = producer.order()
+    failure = consumer.load(order).failure
+    assert "model.layers.0.attn: dtype differs" in failure
+    assert "model.layers.1.attn: the producer does not hold this layer" in failure
+    assert producer.take_ended() == [order.remote_request]
+    assert not consumer.memory.any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_blocks": [[3]]},
+        {"remote_blocks": [[3, 4, BLOCKS]]},
+        {"remote_blocks": [[3, 4, -1]]},
+        {"remote_blocks": []},
+        {"remote_blocks": [[3, 0, 5]]},
+        {"remote_blocks": [[3, 2**70, 5]]},
+        {"local_blocks": [[7]]},
+        {"first_token": 5},
+    ],
+    ids=lambda change: str(change),
+)
+def test_blocks_outside_the_cache_fail_the_load_before_a_byte_moves(parties, change):
+    producer, consumer = parties(Producer), parties(Consumer)
+    assert consumer.load(producer.order(**change)).failure
+    assert not consumer.memory.any()
+    assert consumer.load(producer.order("next")).failure is None
+
+
+def test_an_incarnation_that_is_gone_from_its_address_fails_the_load(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    assert "handshake failed" in consumer.load(producer.order(incarnation=draw())).failure
+
+
+def test_a_producer_restarted_on_its_address_is_met_anew(parties):
+    first, consumer = parties(Producer), parties(Consumer)
+    assert consumer.load(first.order()).failure is None
+    first.close()
+    second = parties(Producer, port=first.address[1])
+    second.memory += 1
+    consumer.memory[:] = 0
+    assert consumer.load(second.order()).failure is None
+    _assert_only(consumer, second, [(7, 3), (8, 4), (9, 5)])
+
+
+def test_two_producers_are_read_side_by_side(parties):
+    producers, consumer = [parties(Producer), parties(Producer)], parties(Consumer)
+    producers[1].memory += 100
+    consumer.reader.submit(producers[0].order("a", blocks=(3,), local=(7,)))
+    consumer.reader.submit(producers[1].order("b", blocks=(3,), local=(8,)))
+    assert [consumer.outcomes.get(timeout=DEADLINE_S).failure for _ in range(2)] == [None, None]
+    np.testing.assert_array_equal(consumer.memory[:, 7], producers[0].memory[:, 3])
+    np.testing.assert_array_equal(consumer.memory[:, 8], producers[1].memory[:, 3])
+
+
+def test_a_dead_producer_does_not_delay_a_living_one(parties):
+    dead, alive = parties(Producer, mute=(Hello,)), parties(Producer)
+    consumer = parties(Consumer, timeout=5.0)
+    consumer.reader.submit(dead.order("dead"))
+    consumer.reader.submit(alive.order("alive"))
+    assert consumer.outcomes.get(timeout=DEADLINE_S).order.request == "alive"
+    assert consumer.outcomes.get(timeout=DEADLINE_S).failure
