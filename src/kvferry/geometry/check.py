@@ -37,19 +37,24 @@ def _fingerprints(producer: EngineLayout, consumer: EngineLayout) -> Iterator[st
 
 
 def _shards(theirs: list[LayerShard], mine: LayerShard) -> Iterator[str]:
+    for shard in theirs:
+        yield from _shard(shard, mine)
+    missing = uncovered(mine.heads, [shard.heads for shard in theirs])
+    if missing:
+        yield f"{mine.layer}: no producer worker holds heads {missing}"
+
+
+def _shard(theirs: LayerShard, mine: LayerShard) -> Iterator[str]:
     for what in ("kind", "total_heads", "cell_bytes", "dtype", "packing", "opaque"):
-        there, here = getattr(theirs[0], what), getattr(mine, what)
+        there, here = getattr(theirs, what), getattr(mine, what)
         if there != here:
             yield f"{mine.layer}: {what} differs: {there} at the producer, {here} at the consumer"
-    there, here = theirs[0].manager_block_tokens, mine.manager_block_tokens
-    if mine.opaque and (there, theirs[0].block_tokens) != (here, mine.block_tokens):
+    there, here = theirs.manager_block_tokens, mine.manager_block_tokens
+    if mine.opaque and (there, theirs.block_tokens) != (here, mine.block_tokens):
         yield (
             f"{mine.layer}: blocks of {there} and {here} tokens cannot be paired, "
             f"{mine.packing} does not store tokens separably; use one --block-size on both sides"
         )
-    missing = uncovered(mine.heads, [shard.heads for shard in theirs])
-    if missing:
-        yield f"{mine.layer}: no producer worker holds heads {missing}"
 
 
 def uncovered(wanted: Span, held: list[Span]) -> Span | None:
@@ -59,4 +64,6 @@ def uncovered(wanted: Span, held: list[Span]) -> Span | None:
         if span.start > at:
             break
         at = max(at, span.stop)
-    return Span(at, wanted.stop) if at < wanted.stop else None
+    if at >= wanted.stop:
+        return None
+    return Span(at, min([wanted.stop, *(span.start for span in held if span.start > at)]))

@@ -59,8 +59,11 @@ def descriptors(
         Ranges by (local memory, local device, remote memory, remote device).
 
     Raises:
-        LayoutError: a block list is too short, names a block outside the cache, or lacks a block the other side needs.
+        LayoutError: ``tokens`` cannot be cut out, or a block list is too short, names a block outside the cache, or
+            lacks a block the other side needs.
     """
+    if tokens.start < 0:
+        raise LayoutError(f"tokens {tokens} start before the request")
     families: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
     for piece in pieces:
         families[_family(piece)].append(piece)
@@ -141,7 +144,10 @@ def _slabs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, I
 def _group(blocks: Blocks, group: int) -> Ints:
     if group >= len(blocks):
         raise LayoutError(f"no block list for KV cache group {group}, there are {len(blocks)}")
-    return np.asarray(blocks[group], dtype=np.int64)
+    try:
+        return np.asarray(blocks[group], dtype=np.int64)
+    except OverflowError as error:
+        raise LayoutError(f"block ids of KV cache group {group} are outside any cache: {error}") from error
 
 
 def _offsets(shard: LayerShard, ids: Ints, starts: Ints, side: str) -> tuple[Ints, npt.NDArray[np.bool_]]:

@@ -75,8 +75,12 @@ class LayerShard:
             raise ValueError(f"{self.layer}: block_tokens, num_blocks, cell_bytes, split = {positive} make no cache")
         if min(self.address, self.block_stride, self.head_stride, self.token_stride, self.group) < 0:
             raise ValueError(f"{self.layer}: negative address, stride or group")
-        if self.extent.stop > ADDRESS_LIMIT:
-            raise ValueError(f"{self.layer}: addresses up to {self.extent.stop:#x} are not in any memory")
+        # A huge stride of a dimension of one, or many cells at stride 0, would not show in the extent.
+        strides = (self.block_stride, self.head_stride, self.token_stride)
+        counts = (self.total_heads, self.num_blocks, self.manager_block_tokens)
+        largest = max(self.extent.stop, *strides, *counts)
+        if largest > ADDRESS_LIMIT:
+            raise ValueError(f"{self.layer}: addresses, sizes or strides up to {largest:#x} fit no memory")
         if self.opaque and self.token_stride != self.cell_bytes:
             raise ValueError(f"{self.layer}: an opaque slab must be contiguous, token stride is {self.token_stride}")
 
