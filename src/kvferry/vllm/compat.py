@@ -21,7 +21,7 @@ OLDEST, NEWEST = (0, 30), (0, 33)
 """Minor versions between which the connector API is the one this is written for. 0.30 brought the failure report that
 works with any number of KV cache groups and the cache views this reads."""
 
-_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+_VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
@@ -57,7 +57,7 @@ def fingerprint(config: VllmConfig, model_id: str | None) -> Fingerprint:
 
 
 def _model_parts(model: Any, model_id: str | None) -> Iterator[bytes]:
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE and key[0] != "_"}
     yield json.dumps(config, sort_keys=True, default=str).encode()
     yield str(model.dtype).encode()
     directory = Path(model.model)

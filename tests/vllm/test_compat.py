@@ -1,0 +1,74 @@
+"""Which engines are refused at the start, and which two count as having the same model."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import vllm
+
+from kvferry.errors import UnsupportedError
+from kvferry.vllm.compat import fingerprint, require_supported
+
+
+def _make_config(model, dtype="float32", **hf):
+    hf_config = SimpleNamespace(to_dict=lambda: {"layers": 4, "_commit_hash": "x", **hf})
+    return SimpleNamespace(model_config=SimpleNamespace(model=str(model), dtype=dtype, hf_config=hf_config))
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 512)
+    return directory
+
+
+def test_a_copy_of_a_model_under_another_path_is_the_same_model(model, tmp_path):
+    copy = tmp_path / "elsewhere" / "model"
+    shutil.copytree(model, copy)
+    assert fingerprint(_make_config(model), None) == fingerprint(_make_config(copy), None)
+
+
+def test_another_fine_tune_of_equal_shape_is_another_model(model):
+    before = fingerprint(_make_config(model), None)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    assert fingerprint(_make_config(model), None) != before
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"rope_theta": 5e5}, {"layers": 5}], ids=str)
+def test_another_configuration_is_another_model(model, change):
+    assert fingerprint(_make_config(model, **change), None) != fingerprint(_make_config(model), None)
+
+
+def test_how_a_model_was_fetched_does_not_matter(model):
+    change = {"_commit_hash": "y", "_name_or_path": "z", "transformers_version": "9"}
+    assert fingerprint(_make_config(model, **change), None) == fingerprint(_make_config(model), None)
+
+
+def test_a_model_id_stands_for_name_and_weights(model):
+    named = fingerprint(_make_config("org/name"), "same")
+    assert named == fingerprint(_make_config(model), "same")
+    assert named != fingerprint(_make_config(model), "other")
+
+
+def _make_engine(**parallel):
+    sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes))
+
+
+def test_the_installed_vllm_is_supported():
+    require_supported(_make_engine())
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0"])
+def test_a_vllm_outside_the_window_is_refused_with_the_window(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(UnsupportedError, match=rf"vLLM 0\.30 to 0\.33, this is {version}"):
+        require_supported(_make_engine())
+
+
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_by_flag(name):
+    with pytest.raises(UnsupportedError, match=f"{name} > 1"):
+        require_supported(_make_engine(**{name: 2}))
