@@ -16,7 +16,7 @@ from kvferry.cluster.spec import InstanceSpec, Layout
 from kvferry.cluster.supervisor import PeakMemory, Supervisor
 from kvferry.cluster.tiny import tiny
 
-MOST_WORKERS = 10  # alive at once; about 10 GB with the processes around them
+MOST_WORKERS = 8  # alive at once; about 10 GB with the processes around them
 CACHE_BYTES = 32 << 20  # small, so that a test can make an engine reuse its blocks
 START_DEADLINE_S = 300.0
 SUMMARY = pytest.StashKey[str]()

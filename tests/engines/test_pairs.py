@@ -13,20 +13,20 @@ from .conftest import Fleet, Instance
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
-# In an order in which one pair's engines serve the next.
+# In an order in which one pair's engines serve the next, and those of the last pairs the tests of the other modules.
 EVERYDAY = [
-    ("qwen2", "pp=2", "tp=1"),
-    ("qwen2", "tp=1", "pp=2"),
-    ("qwen2", "tp=1", "tp=2,pp=2"),
-    ("qwen2", "tp=2,pp=2", "pp=2"),
-    ("qwen2", "pp=2", "pp=2"),
-    ("qwen2", "pp=3,partition=1+2+1", "pp=2"),
-    ("qwen2", "pp=2", "tp=2"),
-    ("qwen2", "tp=2", "pp=2"),
-    ("qwen2", "dp=2", "pp=2"),
-    ("qwen2", "pp=2", "dp=2"),
     ("qwen2-6heads", "tp=3", "tp=2"),
     ("deepseek-v2", "pp=2", "tp=1"),
+    ("qwen2", "tp=2,pp=2", "pp=2"),
+    ("qwen2", "tp=1", "tp=2,pp=2"),
+    ("qwen2", "tp=1", "pp=2"),
+    ("qwen2", "pp=2", "tp=1"),
+    ("qwen2", "pp=2", "pp=2"),
+    ("qwen2", "pp=3,partition=1+2+1", "pp=2"),
+    ("qwen2", "tp=2", "pp=2"),
+    ("qwen2", "pp=2", "tp=2"),
+    ("qwen2", "dp=2", "pp=2"),
+    ("qwen2", "pp=2", "dp=2"),
 ]
 SQUARE = ["tp=1", "tp=2", "pp=2", "pp=3,partition=1+2+1", "dp=2", "tp=2,pp=2"]
 HEAVY = [

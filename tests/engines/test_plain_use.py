@@ -33,7 +33,7 @@ def _workers(instance: Instance) -> list[psutil.Process]:
     port = str(instance.spec.port)
     servers = [p for p in psutil.process_iter(["cmdline"]) if port in (p.info["cmdline"] or [])]
     family = {process.pid: process for server in servers for process in server.children(recursive=True)}
-    return [process for process in family.values() if "Worker" in " ".join(process.cmdline())]
+    return [process for process in family.values() if process.name().startswith("VLLM::Worker")]
 
 
 def _cpu_seconds(processes: list[psutil.Process]) -> float:

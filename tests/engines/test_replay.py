@@ -51,7 +51,7 @@ def _replay(fleet: Fleet, consumer: Instance, prompt: list[int], used: Completio
 def test_used_parameters_give_the_right_answer_after_the_blocks_were_reused(
     fleet: Fleet, source: random.Random
 ) -> None:
-    producer, consumer = fleet.pair("qwen2", "tp=1", "pp=2")
+    producer, consumer = fleet.pair("qwen2", "tp=2", "pp=2")
     prompt = _prompt(source)
     expected = fleet.dispatcher.complete(fleet.plain("qwen2").url, prompt)
     used = _used_parameters(fleet, producer, consumer, prompt)
@@ -63,7 +63,7 @@ def test_used_parameters_give_the_right_answer_after_the_blocks_were_reused(
 
 
 def test_used_parameters_do_not_give_their_text_to_another_prompt(fleet: Fleet, source: random.Random) -> None:
-    producer, consumer = fleet.pair("qwen2", "tp=1", "pp=2")
+    producer, consumer = fleet.pair("qwen2", "tp=2", "pp=2")
     prompt, other = _prompt(source), _prompt(source)
     expected = fleet.dispatcher.complete(fleet.plain("qwen2").url, other)
     used = _used_parameters(fleet, producer, consumer, prompt)
@@ -75,7 +75,7 @@ def test_used_parameters_do_not_give_their_text_to_another_prompt(fleet: Fleet, 
 def test_fresh_parameters_with_another_prompt_of_the_same_length_give_the_right_answer(
     fleet: Fleet, source: random.Random
 ) -> None:
-    producer, consumer = fleet.pair("qwen2", "tp=1", "pp=2")
+    producer, consumer = fleet.pair("qwen2", "tp=2", "pp=2")
     prompt, other = _prompt(source), _prompt(source)
     expected = fleet.dispatcher.complete(fleet.plain("qwen2").url, other)
     fresh = fleet.dispatcher.prefill(producer.url, prompt, uuid.uuid4().hex)

@@ -49,7 +49,8 @@ class InProcessEngine:
             env=environment,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout
@@ -68,9 +69,9 @@ class InProcessEngine:
         return answer, produced
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-        self._log.close()
+        with self._process, self._log:  # closes the pipes
+            self._process.kill()
+            self._reader.join(10)
 
 
 @pytest.fixture(scope="module")

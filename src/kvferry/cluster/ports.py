@@ -13,7 +13,7 @@ def _bound(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
-    except OSError:
+    except (OSError, OverflowError):
         listener.close()
         raise
     return listener

@@ -43,7 +43,7 @@ def default_prompts(vocabulary: int, block_tokens: int = CPU_BLOCK_TOKENS, seed:
 
 def _token_source(vocabulary: int, seed: int) -> Callable[[int], list[int]]:
     # Special tokens sit at either end of most vocabularies.
-    first, last = vocabulary // 50 + 2, vocabulary - vocabulary // 50 - 1
+    first, last = vocabulary // 50 + 2, vocabulary - vocabulary // 50 - 2
     source = random.Random(seed)
     return lambda count: [source.randint(first, last) for _ in range(count)]
 

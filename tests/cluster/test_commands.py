@@ -1,0 +1,77 @@
+"""The command lines and environments of engines and of the router."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.cluster.commands import engine_command, engine_environment, router_command
+from kvferry.cluster.spec import InstanceSpec, Layout
+
+SPEC = InstanceSpec("prefill", Path("/models/m"), Layout(tp=2, pp=3, dp=2, partition=(1, 2, 1)), 8100, "kv_producer")
+
+
+def _value(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_an_engine_gets_its_layout_in_vllms_own_flags() -> None:
+    command = engine_command(SPEC)
+    assert _value(command, "--tensor-parallel-size") == "2"
+    assert _value(command, "--pipeline-parallel-size") == "3"
+    assert _value(command, "--data-parallel-size") == "2"
+    assert _value(command, "--port") == "8100"
+
+
+def test_the_connector_is_named_in_vllms_own_flag() -> None:
+    config = json.loads(_value(engine_command(SPEC), "--kv-transfer-config"))
+    assert config == {"kv_connector": "KVFerryConnector", "kv_role": "kv_producer"}
+
+
+def test_options_of_the_connector_go_where_vllm_wants_them() -> None:
+    spec = replace(SPEC, connector_config={"lease_s": 5})
+    config = json.loads(_value(engine_command(spec), "--kv-transfer-config"))
+    assert config["kv_connector_extra_config"] == {"lease_s": 5}
+
+
+def test_a_plain_engine_has_no_connector() -> None:
+    assert "--kv-transfer-config" not in engine_command(replace(SPEC, role=None))
+
+
+def test_pipeline_stages_on_cpu_get_the_worker_that_survives_eager_mode() -> None:
+    assert _value(engine_command(SPEC), "--worker-cls") == "kvferry.vllm.cpu_worker.PipelineCPUWorker"
+    assert "--worker-cls" not in engine_command(replace(SPEC, layout=Layout(tp=2)))
+
+
+def test_a_gpu_engine_gets_none_of_the_cpu_settings() -> None:
+    command = engine_command(SPEC, cpu=False)
+    assert "--worker-cls" not in command
+    assert "--enforce-eager" not in command
+    assert "KVFERRY_CPU_YIELD_SLEEP_US" not in engine_environment(SPEC, {}, cpu=False)
+
+
+def test_extra_flags_come_last_so_that_they_win() -> None:
+    assert engine_command(replace(SPEC, extra=("--dtype", "bfloat16")))[-2:] == ["--dtype", "bfloat16"]
+
+
+def test_an_uneven_partition_is_handed_over_in_the_environment() -> None:
+    assert engine_environment(SPEC, {})["VLLM_PP_LAYER_PARTITION"] == "1,2,1"
+
+
+def test_a_partition_meant_for_another_engine_is_not_inherited() -> None:
+    spec = replace(SPEC, layout=Layout())
+    assert "VLLM_PP_LAYER_PARTITION" not in engine_environment(spec, {"VLLM_PP_LAYER_PARTITION": "1,3"})
+
+
+def test_cpu_engines_get_both_cures_and_keep_the_callers_environment() -> None:
+    environment = engine_environment(replace(SPEC, environment={"OMP_NUM_THREADS": "4"}), {"HOME": "/home/me"})
+    assert environment["KVFERRY_CPU_YIELD_SLEEP_US"] == "20"
+    assert environment["HOME"] == "/home/me"
+    assert environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_the_router_gets_every_instance_and_explicit_policies() -> None:
+    command = router_command(["http://p:1", "http://p:2"], ["http://d:3"], port=9, metrics_port=10)
+    assert [command[i + 1] for i, flag in enumerate(command) if flag == "--prefill"] == ["http://p:1", "http://p:2"]
+    assert [command[i + 1] for i, flag in enumerate(command) if flag == "--decode"] == ["http://d:3"]
+    assert _value(command, "--kv-connector") == "nixl"
+    assert _value(command, "--prefill-policy") == _value(command, "--decode-policy") == "round_robin"
