@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -32,6 +33,16 @@ def reported_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         err.print("kvferry: interrupted; everything it started is stopped")
         raise typer.Exit(INTERRUPTED) from error
+
+
+@contextlib.contextmanager
+def named_logs(directory: Path) -> Iterator[None]:
+    """Say where the logs are when something goes wrong while they are written."""
+    try:
+        yield
+    except KVFerryError:
+        err.print(f"kvferry: logs are in {directory}", markup=False)
+        raise
 
 
 class Step:

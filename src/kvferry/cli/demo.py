@@ -1,5 +1,6 @@
 """``kvferry demo``: a real small model, prefill and decode in different layouts, one question."""
 
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import DIFFERENT, Readiness, out, reported_errors, step
+from kvferry.cli.console import DIFFERENT, Readiness, named_logs, out, reported_errors, step
 from kvferry.cluster.chat import Answer, ask
 from kvferry.cluster.commands import cpu_build_installed
 from kvferry.cluster.dispatch import Dispatcher, Sampling
@@ -90,7 +91,7 @@ def _plan(model: Path, layouts: tuple[Layout, Layout], port: int) -> Plan:
 
 def _run(plan: Plan, prompt: str, max_tokens: int, deadline_s: float) -> bool:
     cpu = cpu_build_installed()
-    with Supervisor(plan.logs) as supervisor:
+    with named_logs(plan.logs), Supervisor(plan.logs) as supervisor:
         router = _start(supervisor, plan, cpu, deadline_s)
         through_router, moved = _ask_router(router, plan, prompt, max_tokens)
         _show(moved)
@@ -138,6 +139,7 @@ def _equal(through_router: Answer, from_plain: Answer, moved: Moved, plan: Plan)
         out.print(f"[red]{problem}[/red]; logs in {plan.logs}")
         return False
     out.print(f"[green]the plain engine gives the same {len(from_plain.tokens)} tokens[/green]")
+    shutil.rmtree(plan.logs, ignore_errors=True)
     return True
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvferry.cli.console import DIFFERENT, Readiness, out, reported_errors, step
+from kvferry.cli.console import DIFFERENT, Readiness, named_logs, out, reported_errors, step
 from kvferry.cluster.commands import cpu_build_installed
 from kvferry.cluster.dispatch import Completion, Dispatcher
 from kvferry.cluster.launch import logging_transfers, start_instances
@@ -117,7 +117,12 @@ def _plan(
 
 def _run(plan: Plan, dtype: str, deadline_s: float) -> list[Outcome]:
     cpu = cpu_build_installed()
-    with Supervisor(plan.logs) as supervisor, PeakMemory(supervisor) as memory, Dispatcher() as dispatcher:
+    with (
+        named_logs(plan.logs),
+        Supervisor(plan.logs) as supervisor,
+        PeakMemory(supervisor) as memory,
+        Dispatcher() as dispatcher,
+    ):
         expected = _expected(supervisor, dispatcher, plan, cpu, deadline_s)
         with step(f"starting prefill {plan.prefill.layout} and decode {plan.decode.layout}") as shown:
             start_instances(supervisor, [plan.prefill, plan.decode], cpu, Readiness(shown), deadline_s)
