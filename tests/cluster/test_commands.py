@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cluster.commands import engine_command, engine_environment, router_command
+from kvferry.cluster.commands import CPU_PATIENCE, engine_command, engine_environment, router_command
 from kvferry.cluster.spec import InstanceSpec, Layout
 
 SPEC = InstanceSpec("prefill", Path("/models/m"), Layout(tp=2, pp=3, dp=2, partition=(1, 2, 1)), 8100, "kv_producer")
@@ -23,14 +23,20 @@ def test_an_engine_gets_its_layout_in_vllms_own_flags() -> None:
 
 
 def test_the_connector_is_named_in_vllms_own_flag() -> None:
-    config = json.loads(_value(engine_command(SPEC), "--kv-transfer-config"))
+    config = json.loads(_value(engine_command(SPEC, cpu=False), "--kv-transfer-config"))
     assert config == {"kv_connector": "KVFerryConnector", "kv_role": "kv_producer"}
 
 
 def test_options_of_the_connector_go_where_vllm_wants_them() -> None:
-    spec = replace(SPEC, connector_config={"lease_s": 5})
+    spec = replace(SPEC, connector_config={"kv_lease_duration": 5})
+    config = json.loads(_value(engine_command(spec, cpu=False), "--kv-transfer-config"))
+    assert config["kv_connector_extra_config"] == {"kv_lease_duration": 5}
+
+
+def test_engines_on_cpu_are_more_patient_unless_told_otherwise() -> None:
+    spec = replace(SPEC, connector_config={"kv_lease_duration": 5})
     config = json.loads(_value(engine_command(spec), "--kv-transfer-config"))
-    assert config["kv_connector_extra_config"] == {"lease_s": 5}
+    assert config["kv_connector_extra_config"] == {**CPU_PATIENCE, "kv_lease_duration": 5}
 
 
 def test_a_plain_engine_has_no_connector() -> None:

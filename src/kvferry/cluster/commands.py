@@ -11,6 +11,9 @@ CONNECTOR = "KVFerryConnector"
 YIELD_SLEEP_US = 20
 PIPELINE_WORKER = "kvferry.vllm.cpu_worker.PipelineCPUWorker"
 
+# Tensor parallel ranks on CPU spin while they wait for each other, and on a small machine everything else has been
+# seen to stand still for up to a minute meanwhile: longer than the deadlines that suit a real deployment.
+CPU_PATIENCE = {"kv_lease_duration": 300, "claim_timeout": 90, "handshake_timeout": 90}
 # One thread per worker and everything on the loopback interface: several engines share a small machine.
 CPU_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -43,7 +46,7 @@ def engine_command(spec: InstanceSpec, cpu: bool = True) -> list[str]:
     command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
     command += ["--host", "127.0.0.1", "--port", str(spec.port), "--dtype", spec.dtype]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    command += _layout_arguments(spec) + _connector_arguments(spec)
+    command += _layout_arguments(spec) + _connector_arguments(spec, cpu)
     if cpu:
         command += _cpu_arguments(spec)
     return [*command, *spec.extra]
@@ -56,12 +59,12 @@ def _layout_arguments(spec: InstanceSpec) -> list[str]:
     return arguments
 
 
-def _connector_arguments(spec: InstanceSpec) -> list[str]:
+def _connector_arguments(spec: InstanceSpec, cpu: bool) -> list[str]:
     if spec.role is None:
         return []
     config: dict[str, object] = {"kv_connector": CONNECTOR, "kv_role": spec.role}
-    if spec.connector_config:
-        config["kv_connector_extra_config"] = spec.connector_config
+    if extra := {**(CPU_PATIENCE if cpu else {}), **spec.connector_config}:
+        config["kv_connector_extra_config"] = extra
     return ["--kv-transfer-config", json.dumps(config)]
 
 
