@@ -44,10 +44,14 @@ with open(sys.argv[1] + ".part", "w") as file:
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 time.sleep(600)
 """
+# Whoever runs the tests may have had signals ignored (nohup, a shell's background job), which children inherit.
 OWNER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from kvferry.cluster.supervisor import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with Supervisor(Path(sys.argv[1])) as supervisor:
     supervisor.start("tree", [sys.executable, "-c", sys.argv[3], sys.argv[2]], os.environ, grace_s=0.2)
     time.sleep(600)
