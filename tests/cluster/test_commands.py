@@ -48,6 +48,15 @@ def test_pipeline_stages_on_cpu_get_the_worker_that_survives_eager_mode() -> Non
     assert "--worker-cls" not in engine_command(replace(SPEC, layout=Layout(tp=2)))
 
 
+def test_a_latent_cache_in_float32_is_kept_from_the_backend_that_refuses_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    spec = replace(SPEC, model=tmp_path)
+    assert _value(engine_command(spec), "--attention-backend") == "CPU_MLA"
+    assert "--attention-backend" not in engine_command(replace(spec, dtype="bfloat16"))
+    (tmp_path / "config.json").write_text("{}")
+    assert "--attention-backend" not in engine_command(spec)
+
+
 def test_a_gpu_engine_gets_none_of_the_cpu_settings() -> None:
     command = engine_command(SPEC, cpu=False)
     assert "--worker-cls" not in command

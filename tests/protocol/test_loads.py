@@ -7,7 +7,7 @@ from kvferry.protocol.loads import Loads
 from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew, Renewed
 
 TOKEN, OTHER, CONSUMER = "1" * 32, "2" * 32, "3" * 32
-TIMEOUT, TTL = 10.0, 30.0
+TIMEOUT, HOLD, TTL = 10.0, 300.0, 30.0
 ADDRESS = ("10.0.0.7", 5601)
 GRANTED = Granted([[3, 4, 5]], 300, TTL)
 
@@ -31,7 +31,7 @@ def clock():
 
 @pytest.fixture
 def loads(clock):
-    return Loads(CONSUMER, ["pp0tp0", "pp1tp0"], TIMEOUT, clock)
+    return Loads(CONSUMER, ["pp0tp0", "pp1tp0"], TIMEOUT, HOLD, clock)
 
 
 def _granted(loads, name="d-1", **offer):
@@ -124,7 +124,7 @@ def test_renewals_are_due_every_third_of_the_lease_and_batched_by_producer(loads
     claims = [_granted(loads, f"d-{i}", request=f"p-{i}").claim for i in range(2)]
     other = _granted(loads, "d-9", host="10.0.0.8", incarnation=OTHER)
     assert loads.due() == []
-    assert loads.next_renewal() == pytest.approx(TTL / 3)
+    assert loads.next_due() == pytest.approx(TTL / 3)
     clock.now += TTL / 3
     assert loads.due() == [
         (ADDRESS, Renew(TOKEN, [("p-0", claims[0]), ("p-1", claims[1])])),
@@ -141,7 +141,7 @@ def test_a_load_under_way_is_renewed_until_every_worker_reported(loads, clock):
     loads.finished("d-1")
     clock.now += TTL
     assert loads.due() == []
-    assert loads.next_renewal() is None
+    assert loads.next_due() is None
 
 
 def test_a_grant_that_the_producer_lost_is_not_loaded(loads):
@@ -162,3 +162,22 @@ def test_a_renewal_without_an_answer_changes_nothing(loads):
     _granted(loads)
     loads.renewed(None)
     assert loads.available("d-1") == 300
+
+
+def test_a_grant_that_finds_no_blocks_in_time_is_given_back_and_computed_here(loads, clock):
+    """Two full engines that each wait to load what the other holds would otherwise wait for ever."""
+    claim = _granted(loads)
+    clock.now += HOLD
+    assert loads.next_due() == 0
+    released = [message for _, message in loads.due() if isinstance(message, Release)]
+    assert released == [Release(TOKEN, "p-1", OTHER, claim.claim)]
+    assert loads.available("d-1") == 0
+    assert loads.next_due() is None
+
+
+def test_a_load_under_way_is_not_given_back(loads, clock):
+    _granted(loads)
+    loads.start("d-1", [[7]], Span(0, 300))
+    clock.now += 2 * HOLD
+    assert [type(message) for _, message in loads.due()] == [Renew]
+    assert loads.next_due() == pytest.approx(TTL / 3)

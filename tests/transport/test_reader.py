@@ -15,7 +15,7 @@ from kvferry.protocol.messages import Ack, Claim, Granted, Hello, Welcome, encod
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 from kvferry.transport.nixl import Agent
-from kvferry.transport.reader import Reader
+from kvferry.transport.reader import Deadlines, Reader
 
 DEADLINE_S = 30.0
 BLOCKS, BLOCK_TOKENS, HEADS, CELL = 12, 16, 4, 32
@@ -123,7 +123,7 @@ class Consumer:
             make_agent=lambda: Agent(f"consumer-{draw()}"),
             ask=self._client.send,
             on_outcome=self.outcomes.put,
-            timeout=timeout,
+            deadlines=Deadlines(handshake=timeout, read=timeout, ack=timeout),
         )
         self.reader.start()
 

@@ -1,11 +1,13 @@
-"""Command lines and environments of the processes of a cluster; pure functions."""
+"""Command lines and environments of the processes of a cluster; functions without effects."""
 
 import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from kvferry.cluster.spec import InstanceSpec
+from kvferry.cluster.spec import InstanceSpec, read_model_config
+from kvferry.errors import SpecError
 
 CONNECTOR = "KVFerryConnector"
 YIELD_SLEEP_US = 20
@@ -72,7 +74,18 @@ def _cpu_arguments(spec: InstanceSpec) -> list[str]:
     arguments = ["--enforce-eager", "--kv-cache-memory-bytes", str(spec.kv_cache_bytes), "--api-server-count", "1"]
     if spec.layout.pp > 1:
         arguments += ["--worker-cls", PIPELINE_WORKER]
+    if spec.dtype == "float32" and _latent(spec.model):
+        # Where the processor has AMX, vLLM prefers a backend that refuses float32.
+        arguments += ["--attention-backend", "CPU_MLA"]
     return arguments
+
+
+def _latent(model: Path) -> bool:
+    """Whether the model uses multi-head latent attention; a model that cannot be read is vLLM's to refuse."""
+    try:
+        return bool(read_model_config(model).get("kv_lora_rank"))
+    except SpecError:
+        return False
 
 
 def engine_environment(spec: InstanceSpec, base: Mapping[str, str], cpu: bool = True) -> dict[str, str]:

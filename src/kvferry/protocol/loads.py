@@ -56,7 +56,8 @@ class Load:
         deadline: until when an answer to the claim is awaited, on this process's clock.
         grant: the producer's answer.
         renew_at: when the lease is to be prolonged next.
-        lost: the producer says that it no longer holds the grant.
+        give_back_at: until when the grant may wait for blocks here.
+        lost: the producer no longer holds the grant, or need not.
     """
 
     request: str
@@ -66,7 +67,21 @@ class Load:
     state: State = State.CLAIMING
     grant: Granted | None = None
     renew_at: float = 0.0
+    give_back_at: float = 0.0
     lost: bool = False
+
+    @property
+    def due_at(self) -> float | None:
+        """When something must be said to the producer; None for never."""
+        if self.grant is None or self.lost:
+            return None
+        return min(self.renew_at, self.give_back_at) if self.state is State.GRANTED else self.renew_at
+
+    @property
+    def release(self) -> tuple[Address, Release]:
+        """Tells the producer that it need not hold the grant for this load."""
+        offer = self.offer
+        return offer.address, Release(offer.incarnation, offer.request, offer.nonce, self.claim)
 
 
 class Loads:
@@ -76,13 +91,23 @@ class Loads:
         consumer: incarnation of this engine core.
         readers: names of its workers.
         claim_timeout: seconds to wait for the answer to a claim.
+        hold_timeout: seconds that a grant may wait for blocks here. Two engines that each hold what the other waits to
+            load would otherwise renew each other's grants for ever, and neither would have a block to load into.
         clock: monotonic seconds.
     """
 
-    def __init__(self, consumer: str, readers: list[str], claim_timeout: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        readers: list[str],
+        claim_timeout: float,
+        hold_timeout: float,
+        clock: Callable[[], float],
+    ) -> None:
         self._consumer = consumer
         self._readers = readers
         self._claim_timeout = claim_timeout
+        self._hold_timeout = hold_timeout
         self._clock = clock
         self._loads: dict[str, Load] = {}
 
@@ -95,14 +120,15 @@ class Loads:
         self._loads[request] = load
         return Claim(offer.incarnation, offer.request, offer.nonce, load.claim, self._consumer, self._readers)
 
-    def claimed(self, request: str, reply: Reply | None) -> str | None:
-        """The answer to a claim came, or None in its place when it did not; returns why there is nothing to load."""
+    def claimed(self, request: str, reply: Reply) -> str | None:
+        """The answer to a claim came; returns why there is nothing to load, None where there is."""
         load = self._loads.get(request)
         if load is None or load.state is not State.CLAIMING:
             return None
         if isinstance(reply, Granted) and reply.tokens >= load.offer.tokens:
             load.state, load.grant = State.GRANTED, reply
-            load.renew_at = self._clock() + reply.ttl / 3
+            now = self._clock()
+            load.renew_at, load.give_back_at = now + reply.ttl / 3, now + self._hold_timeout
             return None
         del self._loads[request]
         return reply.reason if isinstance(reply, Gone) else "no valid answer to the claim"
@@ -145,23 +171,29 @@ class Loads:
         if load is None or load.state is State.LOADING:
             return None
         del self._loads[request]
-        offer = load.offer
-        return load.offer.address, Release(offer.incarnation, offer.request, offer.nonce, load.claim)
+        return load.release
 
     def finished(self, request: str) -> None:
         """Every worker has reported the request, well or badly."""
         self._loads.pop(request, None)
 
-    def due(self) -> list[tuple[Address, Renew]]:
-        """Renewals to send now, one message per producer."""
+    def due(self) -> list[tuple[Address, Renew | Release]]:
+        """What to send now: one renewal per producer, and what has waited for blocks for too long."""
         now = self._clock()
         batches: dict[tuple[Address, str], list[tuple[str, str]]] = {}
+        given_back = []
         for load in self._loads.values():
-            if load.grant and not load.lost and load.renew_at <= now:
+            if load.due_at is None or load.due_at > now:
+                continue
+            if load.state is State.GRANTED and load.give_back_at <= now:
+                load.lost = True
+                given_back.append(load.release)
+            elif load.grant is not None:
                 load.renew_at = now + load.grant.ttl / 3
                 key = (load.offer.address, load.offer.incarnation)
                 batches.setdefault(key, []).append((load.offer.request, load.claim))
-        return [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
+        renewals = [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
+        return [*renewals, *given_back]
 
     def renewed(self, reply: Reply | None) -> None:
         """Remember which grants the producer no longer holds.
@@ -172,7 +204,7 @@ class Loads:
         for load in self._loads.values():
             load.lost = load.lost or load.claim in gone
 
-    def next_renewal(self) -> float | None:
-        """Seconds until ``due`` has something to send, None without any grant."""
-        times = [load.renew_at for load in self._loads.values() if load.grant and not load.lost]
+    def next_due(self) -> float | None:
+        """Seconds until ``due`` has something to send, None while it has not."""
+        times = [load.due_at for load in self._loads.values() if load.due_at is not None]
         return max(0.0, min(times) - self._clock()) if times else None

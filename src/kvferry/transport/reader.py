@@ -56,6 +56,19 @@ class Outcome:
     reads: tuple[PartRead, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds: for a producer's description, for a read, for the answer to an acknowledgement.
+
+    A read cannot be taken back, so one that is overdue goes on holding its blocks; it is only said, and its producer is
+    met anew by whoever comes next.
+    """
+
+    handshake: float = 10.0
+    read: float = 60.0
+    ack: float = 10.0
+
+
 @dataclass(slots=True)
 class _Peer:
     """A producer's incarnation.
@@ -82,6 +95,8 @@ class _Active:
     peer: _Peer
     started: float
     posted: float = 0.0
+    read_since: float = 0.0
+    overdue: bool = False
     reads: dict[int, Read] = field(default_factory=dict)
     failure: str | None = None
 
@@ -95,16 +110,20 @@ class Reader:
         make_agent: called on the thread; the agent never leaves it.
         ask: the side channel.
         on_outcome: called on the thread, exactly once for each order.
-        timeout: seconds to wait for any answer of a producer.
+        deadlines: how long to wait for a producer.
         on_start: called first on the thread, to bind it to a device.
+        clock: seconds; only differences of it are used.
+        overdue: reads so far that took longer than their deadline.
     """
 
     layout: EngineLayout
     make_agent: Callable[[], Agent]
     ask: Ask
     on_outcome: Callable[[Outcome], None]
-    timeout: float
+    deadlines: Deadlines = Deadlines()
     on_start: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+    overdue: int = field(default=0, init=False)
     _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _reading: list[_Active] = field(default_factory=list)
@@ -134,7 +153,7 @@ class Reader:
 
     def submit(self, order: Order) -> None:
         """Load what ``order`` says; ``on_outcome`` tells how it ended."""
-        began = time.perf_counter()
+        began = self.clock()
         self._inbox.put(lambda: self._begin(order, began))
 
     def close(self, timeout: float = 5.0) -> None:
@@ -145,28 +164,37 @@ class Reader:
 
     def _run(self) -> None:
         try:
-            self.on_start()
-            self._agent = self.make_agent()
-            self._agent.register(regions_of(self.me.shards))
-            self._metadata = self._agent.metadata()
+            self.open()
         except BaseException as error:
             self._failed = error
             return
         finally:
             self._ready.set()
-        while True:
-            try:
-                event = self._inbox.get(timeout=POLL_S if self._reading else None)
-            except queue.Empty:
-                event = self._poll
-            if event is None:
-                return
-            try:
-                event()
-                if self._reading:
-                    self._poll()
-            except Exception:
-                logger.exception("the KVFerry transfer thread goes on after an error")
+        while self.turn(POLL_S if self._reading else None):
+            pass
+
+    def open(self) -> None:
+        """Create the agent and register the cache, on the calling thread, which is then the one to call ``turn``."""
+        self.on_start()
+        self._agent = self.make_agent()
+        self._agent.register(regions_of(self.me.shards))
+        self._metadata = self._agent.metadata()
+
+    def turn(self, wait: float | None) -> bool:
+        """Handle what comes within ``wait`` seconds (None: whenever it comes), look at the reads; False once closed."""
+        try:
+            event = self._inbox.get(timeout=wait)
+        except queue.Empty:
+            event = self._poll
+        if event is None:
+            return False
+        try:
+            event()
+            if self._reading:
+                self._poll()
+        except Exception:
+            logger.exception("the KVFerry transfer thread goes on after an error")
+        return True
 
     # First contact
 
@@ -190,7 +218,7 @@ class Reader:
         def on_reply(reply: Reply | None) -> None:
             self._inbox.put(lambda: self._met(incarnation, reply))
 
-        self.ask(order.address, Hello(incarnation), self.timeout, on_reply)
+        self.ask(order.address, Hello(incarnation), self.deadlines.handshake, on_reply)
         return peer
 
     def _met(self, incarnation: str, reply: Reply | None) -> None:
@@ -211,7 +239,7 @@ class Reader:
     def _connect(self, peer: _Peer, incarnation: str, reply: Reply | None) -> None:
         assert self._agent is not None
         if not isinstance(reply, Welcome) or reply.layout.incarnation != incarnation:
-            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.timeout:.0f} s"
+            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.deadlines.handshake:g} s"
             raise TransferError(f"handshake failed: {why}")
         reasons = check(reply.layout, self.layout)
         if reasons:
@@ -237,7 +265,7 @@ class Reader:
     def _read(self, active: _Active) -> None:
         assert self._agent is not None
         order, peer = active.order, active.peer
-        began = time.perf_counter()
+        active.read_since = self.clock()
         try:
             tokens = Span(order.first_token, order.last_token)
             ranges = {
@@ -249,7 +277,7 @@ class Reader:
             return
         for index, parts in ranges.items():
             active.reads[index] = self._agent.read(peer.agents[index], parts)
-        active.posted = time.perf_counter() - began
+        active.posted = self.clock() - active.read_since
         self._reading.append(active)
 
     def _poll(self) -> None:
@@ -261,7 +289,24 @@ class Reader:
                 self._acknowledge(active)
             else:
                 under_way.append(active)
+                self._look_at_the_clock(active)
         self._reading = under_way
+
+    def _look_at_the_clock(self, active: _Active) -> None:
+        """A read cannot be taken back, but nothing more is asked of a producer whose read is overdue."""
+        peer, now = active.peer, self.clock()
+        if not active.overdue and now - active.read_since > self.deadlines.read:
+            active.overdue = peer.broken = True
+            self.overdue += 1
+            logger.warning(
+                "the read for request %s from %s:%d has not ended after %g s; its blocks stay held until it does",
+                *(active.order.request, *peer.address, self.deadlines.read),
+            )
+        if peer.broken:
+            late = [waiting for waiting in peer.waiting if now - waiting[1] > self.deadlines.handshake]
+            peer.waiting = [waiting for waiting in peer.waiting if waiting not in late]
+            for order, began in late:
+                self._fail(self._activate(peer, order, began), "an earlier read from this producer does not end")
 
     def _acknowledge(self, active: _Active) -> None:
         errors = [read.error for read in active.reads.values() if read.error]
@@ -274,11 +319,11 @@ class Reader:
             self._inbox.put(lambda: self._acknowledged(active, reply))
 
         ack = Ack(order.incarnation, order.remote_request, order.claim, self.me.name)
-        self.ask(order.address, ack, self.timeout, on_reply)
+        self.ask(order.address, ack, self.deadlines.ack, on_reply)
 
     def _acknowledged(self, active: _Active, reply: Reply | None) -> None:
         if active.failure is None and not isinstance(reply, Held):
-            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.timeout:.0f} s"
+            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.deadlines.ack:g} s"
             active.failure = f"the producer does not vouch for what was read: {why}"
         self._end(active)
 
@@ -295,7 +340,7 @@ class Reader:
             for waiting in peer.waiting:
                 self._begin(*waiting)
         parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
-        seconds = time.perf_counter() - active.started
+        seconds = self.clock() - active.started
         self.on_outcome(Outcome(order, active.failure, seconds, active.posted, peer.layout, parts))
 
     @staticmethod

@@ -23,7 +23,10 @@ HISTOGRAMS = {
         [1, 2, 5, 10, 20, 50, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000],
     ),
 }
-COUNTERS = {"num_failed_transfers": ("vllm:nixl_num_failed_transfers", "Loads that failed or were not vouched for")}
+COUNTERS = {
+    "num_failed_transfers": ("vllm:nixl_num_failed_transfers", "Loads that failed or were not vouched for"),
+    "num_overdue_reads": ("kvferry:num_overdue_reads", "Reads that did not end within read_timeout"),
+}
 
 
 class TransferStats(KVConnectorStats):
@@ -42,6 +45,9 @@ class TransferStats(KVConnectorStats):
         self.data["post_duration"].append(outcome.post_seconds)
         self.data["bytes_transferred"].append(sum(part.bytes for part in outcome.reads))
         self.data["num_descriptors"].append(sum(part.descriptors for part in outcome.reads))
+
+    def overdue(self, reads: int) -> None:
+        self.data["num_overdue_reads"] += [1] * reads
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {name: [] for name in (*HISTOGRAMS, *COUNTERS)}

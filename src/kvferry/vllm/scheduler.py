@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
@@ -51,6 +53,15 @@ def identity_of(request: EngineRequest, tokens: int) -> str | None:
     return token_identity(prompt[:tokens], extras)
 
 
+@dataclass(frozen=True)
+class Edges:
+    """What the scheduler half touches of the world outside vLLM; a simulation puts its own clock and network here."""
+
+    clock: Callable[[], float] = time.monotonic
+    listen: Callable[..., Listener] = Listener
+    connect: Callable[..., Client] = Client
+
+
 class Producer:
     """Grants finished prefills, and answers whoever claims them.
 
@@ -58,16 +69,16 @@ class Producer:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges) -> None:
         parallel = config.parallel_config
         self._config = config
         self._settings = settings
         self._welcome = encode(STARTING)
-        self._grants = Grants(incarnation, settings.kv_lease_duration, time.monotonic)
+        self._grants = Grants(incarnation, settings.kv_lease_duration, edges.clock)
         self._lock = threading.Lock()
         bind = settings.side_channel_host or get_ip()
         port = settings.side_channel_port and settings.side_channel_port + parallel.data_parallel_index
-        self._listener = Listener(bind, port, self._answer, self._tick)
+        self._listener = edges.listen(bind, port, self._answer, self._tick)
         self.address: Address = (get_ip() if bind in ("0.0.0.0", "::", "*") else bind, self._listener.port)
         logger.info("KVFerry listens on %s:%d as incarnation %s", *self.address, incarnation)
 
@@ -119,7 +130,7 @@ class Producer:
 class Consumer:
     """Claims what requests are offered, and keeps it claimed until the workers have read it."""
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges) -> None:
         parallel = config.parallel_config
         readers = [
             worker_name(pp_rank, tp_rank)
@@ -127,9 +138,9 @@ class Consumer:
             for tp_rank in range(parallel.tensor_parallel_size)
         ]
         self._settings = settings
-        self._loads = Loads(incarnation, readers, settings.claim_timeout, time.monotonic)
+        self._loads = Loads(incarnation, readers, settings.claim_timeout, settings.hold_timeout, edges.clock)
         self._lock = threading.Lock()
-        self._client = Client("kvferry-claims", self._tick)
+        self._client = edges.connect("kvferry-claims", self._tick)
         self._warned = False
 
     def arrived(self, request: EngineRequest) -> None:
@@ -151,16 +162,21 @@ class Consumer:
 
     def _claimed(self, request_id: str, reply: Reply | None) -> None:
         with self._lock:
-            why = self._loads.claimed(request_id, reply)
+            # Without an answer the claim may have arrived all the same.
+            dropped = self._loads.drop(request_id) if reply is None else None
+            why = self._loads.claimed(request_id, reply) if reply is not None else None
+        if dropped:
+            self._release(*dropped)
+            why = f"no answer to the claim from {dropped[0][0]}:{dropped[0][1]}"
         if why:
             logger.info("request %s is prefilled here: %s", request_id, why)
 
     def _tick(self) -> float | None:
         with self._lock:
             due = self._loads.due()
-            wait = self._loads.next_renewal()
-        for address, renewal in due:
-            self._client.send(address, renewal, self._settings.handshake_timeout, self._renewed)
+            wait = self._loads.next_due()
+        for address, message in due:
+            self._client.send(address, message, self._settings.handshake_timeout, self._renewed)
         return wait
 
     def _renewed(self, reply: Reply | None) -> None:
@@ -213,14 +229,15 @@ class Consumer:
 class SchedulerHalf:
     """Both roles of one engine core; ``kv_role`` decides which of them exist."""
 
-    def __init__(self, config: VllmConfig, settings: Settings) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, edges: Edges = Edges()) -> None:
         self._config = config
         self._settings = settings
         self._incarnation = draw()
         self._orders: list[Order] = []
         transfer = config.kv_transfer_config
-        self._producer = Producer(config, settings, self._incarnation) if transfer.is_kv_producer else None
-        self._consumer = Consumer(config, settings, self._incarnation) if transfer.is_kv_consumer else None
+        parts = (config, settings, self._incarnation, edges)
+        self._producer = Producer(*parts) if transfer.is_kv_producer else None
+        self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""

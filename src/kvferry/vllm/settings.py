@@ -23,7 +23,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         side_channel_port: base port, to which the data parallel index is added; 0 lets the system choose.
         kv_lease_duration: seconds that a finished prefill is held without a claim, or a claim without renewal.
         claim_timeout: seconds a decode request waits for the producer's answer before it is computed locally.
-        handshake_timeout: seconds a worker waits for any answer of a producer.
+        hold_timeout: seconds a claimed prefill may wait for blocks at the decode side before it is given back and the
+            prompt computed there.
+        handshake_timeout: seconds a worker waits for a producer's description of itself.
+        read_timeout: seconds after which a read that has not ended is called overdue: it is logged and counted, its
+            producer is met anew, and its blocks stay held until it does end.
+        ack_timeout: seconds a worker waits for the producer's word that what it read was still held.
         nixl_progress_delay_us: pause of NIXL's progress thread, in microseconds; 0 spins one core per worker.
         backends: the NIXL plugin to use (one).
         backend_params: its options.
@@ -34,7 +39,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     side_channel_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     kv_lease_duration: Seconds = 30.0
     claim_timeout: Seconds = 10.0
+    hold_timeout: Seconds = 300.0
     handshake_timeout: Seconds = 10.0
+    read_timeout: Seconds = 60.0
+    ack_timeout: Seconds = 10.0
     nixl_progress_delay_us: Annotated[int, Meta(ge=0)] = PROGRESS_DELAY_US
     backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = msgspec.field(default_factory=lambda: ["UCX"])
     backend_params: dict[str, str] = msgspec.field(default_factory=dict)

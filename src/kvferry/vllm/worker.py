@@ -16,7 +16,7 @@ from kvferry.geometry import EngineLayout, WorkerShards
 from kvferry.protocol.identity import draw
 from kvferry.sidechannel.client import Client
 from kvferry.transport.nixl import Agent
-from kvferry.transport.reader import Outcome, Reader
+from kvferry.transport.reader import Deadlines, Outcome, Reader
 from kvferry.vllm.cache_view import shards_of
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Handshake, StepMetadata
@@ -52,6 +52,7 @@ class WorkerHalf:
         self._released: set[str] = set()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._stats = TransferStats()
+        self._overdue = 0
         self._warned: set[str] = set()
         self._log_path = os.environ.get(TRANSFER_LOG)
 
@@ -63,6 +64,7 @@ class WorkerHalf:
             TransferError: NIXL did not start or refused the memory.
         """
         self.shutdown()
+        self._overdue = 0
         shards = shards_of(kv_caches, self._kv_cache_config, self._config, self._tp_rank)
         layout = self._layout(shards)
         self._client = Client("kvferry-acks")
@@ -72,7 +74,9 @@ class WorkerHalf:
             make_agent=self._make_agent,
             ask=self._client.send,
             on_outcome=self._outcomes.put,
-            timeout=self._settings.handshake_timeout,
+            deadlines=Deadlines(
+                self._settings.handshake_timeout, self._settings.read_timeout, self._settings.ack_timeout
+            ),
             on_start=lambda: _bind(device),
         )
         metadata = self._reader.start()
@@ -131,6 +135,9 @@ class WorkerHalf:
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
+        if self._reader is not None:
+            self._stats.overdue(self._reader.overdue - self._overdue)
+            self._overdue = self._reader.overdue
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, TransferStats()
