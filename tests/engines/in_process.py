@@ -10,6 +10,8 @@ import sys
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+from kvferry.cluster.commands import CPU_PATIENCE
+
 
 def main(model: str) -> None:
     engine = LLM(
@@ -19,7 +21,9 @@ def main(model: str) -> None:
         max_model_len=2048,
         max_num_seqs=4,
         kv_cache_memory_bytes=32 << 20,
-        kv_transfer_config=KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVFerryConnector", kv_role="kv_both", kv_connector_extra_config=dict(CPU_PATIENCE)
+        ),
     )
     print("RESULT ready", flush=True)
     for line in sys.stdin:

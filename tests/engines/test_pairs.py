@@ -33,6 +33,10 @@ HEAVY = [
     *(("qwen2", *pair) for pair in itertools.product(SQUARE, repeat=2) if ("qwen2", *pair) not in EVERYDAY),
     ("deepseek-v2", "tp=2", "tp=1"),
     ("deepseek-v2", "tp=2", "pp=2"),
+    ("qwen3", "pp=2", "tp=2"),
+    # Two KV heads on four ranks: two of each are replicas.
+    ("llama", "tp=4", "pp=2"),
+    ("llama", "pp=2", "tp=4"),
 ]
 PAIRS = [
     *(pytest.param(*pair, id=f"{pair[0]}:{pair[1]}->{pair[2]}") for pair in EVERYDAY),
