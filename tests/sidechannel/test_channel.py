@@ -4,18 +4,15 @@ import socket
 import threading
 import time
 
-import msgspec
 import pytest
-import zmq
 
 from kvferry.errors import SideChannelError
-from kvferry.protocol.messages import Gone, Hello, Release, Released, encode
+from kvferry.protocol.messages import Gone, Granted, Hello, Release, Released, encode
+from kvferry.sidechannel import client as module
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
-from kvferry.sidechannel.sockets import endpoint
 
-TOKEN = "1" * 32
-DEADLINE_S = 10.0
+from .peers import DEADLINE_S, TOKEN, Replies, ask
 
 
 def _no_wish():
@@ -40,40 +37,8 @@ def client():
     client.close()
 
 
-class Replies:
-    """Collects replies; ``wait`` blocks until there are so many."""
-
-    def __init__(self) -> None:
-        self.got: list = []
-        self._change = threading.Condition()
-
-    def __call__(self, reply) -> None:
-        with self._change:
-            self.got.append(reply)
-            self._change.notify_all()
-
-    def wait(self, count=1):
-        with self._change:
-            assert self._change.wait_for(lambda: len(self.got) >= count, DEADLINE_S), f"only {self.got}"
-        return self.got
-
-
-def _ask(client, port, message, timeout=DEADLINE_S, host="127.0.0.1"):
-    replies = Replies()
-    client.send((host, port), message, timeout, replies)
-    return replies.wait()[0]
-
-
-def _raw(listener):
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.setsockopt(zmq.LINGER, 0)
-    raw.connect(endpoint("127.0.0.1", listener.port))
-    return context, raw
-
-
 def test_a_request_gets_its_answer(listener, client):
-    assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+    assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
 
 
 def test_messages_to_one_address_are_answered_in_order(listener, client):
@@ -92,7 +57,7 @@ def test_ipv6_works():
         pytest.skip("this machine has no IPv6 loopback")
     client = Client("test-client")
     try:
-        assert _ask(client, listener.port, Hello(TOKEN), host="::1") == Gone("Hello")
+        assert ask(client, listener.port, Hello(TOKEN), host="::1") == Gone("Hello")
     finally:
         client.close()
         listener.close()
@@ -109,29 +74,6 @@ def test_a_closed_listener_gives_its_port_back(listener):
     Listener("127.0.0.1", listener.port, _answer, _no_wish).close()
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [[b""], [b"1", b""], [b"1", b"\xff" * 100], [b"1", b"2", b"3"], [b"1", msgspec.msgpack.encode({"type": 3})]],
-    ids=["one frame", "empty", "junk", "three frames", "wrong type"],
-)
-def test_the_listener_ignores_and_counts_what_is_no_message(listener, client, frames):
-    context, raw = _raw(listener)
-    try:
-        raw.send_multipart(frames)
-        raw.send_multipart([b"9", encode(Hello(TOKEN))])
-        assert raw.poll(DEADLINE_S * 1000)
-        raw.recv_multipart()
-        assert listener.ignored == 1
-    finally:
-        context.destroy(linger=0)
-
-
-def test_the_listener_survives_a_peer_that_does_not_speak_its_protocol(listener, client):
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=DEADLINE_S) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
-
-
 def test_the_listener_survives_a_handler_that_raises(client):
     def answer(message):
         if isinstance(message, Release):
@@ -140,8 +82,8 @@ def test_the_listener_survives_a_handler_that_raises(client):
 
     listener = Listener("127.0.0.1", 0, answer, _no_wish)
     try:
-        assert _ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN), timeout=0.2) is None
-        assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+        assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN), timeout=0.2) is None
+        assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
     finally:
         listener.close()
 
@@ -165,7 +107,7 @@ def test_a_host_that_never_answers_costs_its_timeout_and_delays_nobody_else(list
     try:
         slow = Replies()
         client.send(("127.0.0.1", silent.getsockname()[1]), Hello(TOKEN), 0.5, slow)
-        assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+        assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
         assert slow.got == []
         assert slow.wait() == [None]
     finally:
@@ -174,17 +116,17 @@ def test_a_host_that_never_answers_costs_its_timeout_and_delays_nobody_else(list
 
 @pytest.mark.parametrize("host", ["no such host", "", "x" * 5000])
 def test_an_address_that_is_none_is_answered_with_nothing(client, host):
-    assert _ask(client, 5600, Hello(TOKEN), timeout=1.0, host=host) is None
+    assert ask(client, 5600, Hello(TOKEN), timeout=1.0, host=host) is None
 
 
 def test_a_producer_that_comes_back_on_its_port_is_reached_again(client):
     listener = Listener("127.0.0.1", 0, _answer, _no_wish)
-    assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+    assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
     listener.close()
-    assert _ask(client, listener.port, Hello(TOKEN), timeout=0.3) is None
+    assert ask(client, listener.port, Hello(TOKEN), timeout=0.3) is None
     again = Listener("127.0.0.1", listener.port, _answer, _no_wish)
     try:
-        assert _ask(client, again.port, Hello(TOKEN)) == Gone("Hello")
+        assert ask(client, again.port, Hello(TOKEN)) == Gone("Hello")
     finally:
         again.close()
 
@@ -192,7 +134,7 @@ def test_a_producer_that_comes_back_on_its_port_is_reached_again(client):
 def test_an_answer_that_is_no_reply_counts_as_none(client):
     listener = Listener("127.0.0.1", 0, lambda _: b"\xff", _no_wish)
     try:
-        assert _ask(client, listener.port, Hello(TOKEN)) is None
+        assert ask(client, listener.port, Hello(TOKEN)) is None
     finally:
         listener.close()
 
@@ -202,7 +144,62 @@ def test_a_callback_that_raises_does_not_end_the_client(listener, client):
         raise RuntimeError("callback")
 
     client.send(("127.0.0.1", listener.port), Hello(TOKEN), DEADLINE_S, explode)
-    assert _ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+    assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+
+
+def test_a_refused_connection_is_answered_at_once(client):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    began = time.monotonic()
+    assert ask(client, port, Hello(TOKEN), timeout=60) is None
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
+def test_a_name_is_resolved(listener, client):
+    assert ask(client, listener.port, Hello(TOKEN), host="localhost") == Gone("Hello")
+
+
+def test_an_address_that_does_not_answer_is_followed_by_the_next_one_of_its_name(listener, client, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dead = server.getsockname()
+    found = [(socket.AF_INET, dead), (socket.AF_INET, ("127.0.0.1", listener.port))]
+    monkeypatch.setattr("kvferry.sidechannel.client.resolve", lambda host, port: list(found))
+    assert ask(client, 1, Hello(TOKEN), host="prefill") == Gone("Hello")
+
+
+def test_a_name_server_that_hangs_delays_nobody_else(listener, client, monkeypatch):
+    answered = threading.Event()
+    resolve = module.resolve
+
+    def slow(host, port):
+        if host == "slow":
+            answered.wait(DEADLINE_S)
+        return resolve(host, port)
+
+    monkeypatch.setattr(module, "resolve", slow)
+    replies = Replies()
+    client.send(("slow", listener.port), Hello(TOKEN), 0.5, replies)
+    assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+    assert replies.wait() == [None]
+    answered.set()
+
+
+def test_a_long_reply_arrives_whole(client):
+    long = Granted([list(range(1_000_000))], 40, 30.0)
+    listener = Listener("127.0.0.1", 0, lambda _: encode(long), _no_wish)
+    try:
+        assert ask(client, listener.port, Hello(TOKEN)) == long
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "localhost"])
+def test_every_way_to_name_an_address_can_be_bound(client, host):
+    listener = Listener(host, 0, _answer, _no_wish)
+    try:
+        assert ask(client, listener.port, Hello(TOKEN), host="localhost") == Gone("Hello")
+    finally:
+        listener.close()
 
 
 def test_closing_a_client_answers_what_is_pending():
@@ -212,11 +209,11 @@ def test_closing_a_client_answers_what_is_pending():
         client.close()
         client.close()
     assert replies.wait() == [None]
-    assert _ask(client, 5600, Hello(TOKEN)) is None
+    assert ask(client, 5600, Hello(TOKEN)) is None
 
 
 def test_an_idle_client_and_listener_cost_next_to_nothing(listener, client):
-    _ask(client, listener.port, Hello(TOKEN))
+    ask(client, listener.port, Hello(TOKEN))
     before, began = time.process_time(), time.monotonic()
     threading.Event().wait(1.0)
     assert time.process_time() - before < 0.05 * (time.monotonic() - began)

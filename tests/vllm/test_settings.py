@@ -3,7 +3,8 @@
 import pytest
 
 from kvferry.errors import SettingsError
-from kvferry.vllm.settings import Settings, parse_settings
+from kvferry.protocol.authentication import Purpose, Seal
+from kvferry.vllm.settings import SECRET_VARIABLE, Settings, parse_settings, read_seal
 
 
 def test_nothing_has_to_be_set():
@@ -42,3 +43,49 @@ def test_an_unknown_key_is_refused_with_all_known_ones():
 def test_a_value_out_of_bounds_is_refused_by_name(key, value):
     with pytest.raises(SettingsError, match=key):
         parse_settings({key: value})
+
+
+LONG_ENOUGH = "0123456789abcdef"
+
+
+def _same(seal, secret):
+    return Seal(secret.encode()).accepts(seal.sign(Purpose.REQUEST, b"x"), Purpose.REQUEST, b"x")
+
+
+def test_without_a_secret_the_seal_has_none(monkeypatch):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    assert not read_seal(Settings()).has_secret
+    assert not read_seal(Settings()).admits("8.8.8.8")
+    assert read_seal(Settings(allow_public_peers=True)).admits("8.8.8.8")
+
+
+def test_the_file_wins_over_the_variable_and_white_space_at_its_end_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setenv(SECRET_VARIABLE, LONG_ENOUGH)
+    assert _same(read_seal(Settings()), LONG_ENOUGH)
+    file = tmp_path / "secret"
+    file.write_text("another" + LONG_ENOUGH + " \r\n")
+    assert _same(read_seal(Settings(secret_file=str(file))), "another" + LONG_ENOUGH)
+
+
+@pytest.mark.parametrize("secret", ["", "\n", "abc123", LONG_ENOUGH[:-1] + " "])
+def test_an_empty_or_short_secret_is_refused_wherever_it_comes_from_and_not_shown(monkeypatch, tmp_path, secret):
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    with pytest.raises(SettingsError, match=r"secret_file .*at least 16 are needed") as refused:
+        read_seal(Settings(secret_file=str(file)))
+    assert len(secret.strip()) == 0 or secret.strip() not in str(refused.value)
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    with pytest.raises(SettingsError, match="KVFERRY_SECRET holds a secret of"):
+        read_seal(Settings())
+
+
+@pytest.mark.parametrize("path", ["/nowhere/secret", "/", "a\0b"])
+def test_a_file_that_cannot_be_read_is_refused_by_name(path):
+    with pytest.raises(SettingsError, match=r"secret_file .*cannot be read"):
+        read_seal(Settings(secret_file=path))
+
+
+def test_a_secret_in_the_configuration_itself_is_refused_and_not_shown():
+    with pytest.raises(SettingsError, match="unknown key 'secret': did you mean 'secret_file'") as refused:
+        parse_settings({"secret": LONG_ENOUGH})
+    assert LONG_ENOUGH not in str(refused.value)

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvferry.errors import MessageError, ParamsError
 from kvferry.geometry import EngineLayout
+from kvferry.protocol.authentication import Purpose, Seal
 
 PROTOCOL_VERSION = 1
 
@@ -29,9 +30,14 @@ Address = tuple[str, int]
 """Host and port of a producer's side channel."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
-Token = Annotated[str, Meta(min_length=16, max_length=64, pattern="^[0-9a-f]+$")]
+Host = Annotated[str, Meta(max_length=255, pattern=r"^[0-9A-Za-z_.:%-]+\Z")]
+Token = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-f]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Lease = Annotated[float, Meta(ge=0.01, le=1e9)]
+"""Seconds. Shorter ones would have a consumer do nothing but renew."""
+
 Names = Annotated[list[Name], Meta(min_length=1, max_length=1 << 16)]
 
 
@@ -49,9 +55,9 @@ class Offer(msgspec.Struct, frozen=True):
         layout: ``tp2pp2dp0``, for logs.
     """
 
-    host: Name
+    host: Host
     port: Port
-    engine_id: str
+    engine_id: Annotated[str, Meta(max_length=1024)]
     request: Name
     incarnation: Token
     nonce: Token
@@ -63,7 +69,12 @@ class Offer(msgspec.Struct, frozen=True):
     def address(self) -> Address:
         return self.host, self.port
 
-    def to_params(self) -> dict[str, Any]:
+    @property
+    def signed_text(self) -> bytes:
+        """All there is in an offer, in one encoding only."""
+        return encode((PROTOCOL_VERSION, *msgspec.structs.astuple(self)))
+
+    def to_params(self, seal: Seal) -> dict[str, Any]:
         """``kv_transfer_params`` of the decode request, in the keys that vLLM's routers know."""
         return {
             "do_remote_prefill": True,
@@ -81,21 +92,27 @@ class Offer(msgspec.Struct, frozen=True):
                 "nonce": self.nonce,
                 "token_hash": self.token_hash,
                 "layout": self.layout,
+                "mac": seal.sign(Purpose.PARAMETERS, self.signed_text).hex(),
             },
         }
 
     @classmethod
-    def from_params(cls, params: dict[str, Any]) -> Offer:
+    def from_params(cls, params: dict[str, Any], seal: Seal) -> Offer:
         """Read ``kv_transfer_params`` as they came with a request, from whoever sent them.
 
         Raises:
-            ParamsError: a key is missing, null, of another type or out of bounds, or another connector made them.
+            ParamsError: a key is missing, null, of another type or out of bounds, another connector made them, nobody
+                with this secret signed them, or (without a secret) they name an address that is not private. What
+                they name must not be spoken to.
         """
         own = params.get(PARAMS_KEY)
         if not isinstance(own, dict):
             raise ParamsError(f"kv_transfer_params have no '{PARAMS_KEY}' entry: no KVFerry producer made them")
-        if own.get("version") != PROTOCOL_VERSION:
-            raise ParamsError(f"producer speaks protocol {own.get('version')!r:.40}, this is {PROTOCOL_VERSION}")
+        version, mac = own.get("version"), own.get("mac")
+        if version != PROTOCOL_VERSION:
+            # Anything may stand there, also what has no finite text.
+            said = version if isinstance(version, int) and 0 <= version < 1000 else "an unknown one"
+            raise ParamsError(f"the producer's protocol version is {said}, this is {PROTOCOL_VERSION}")
         fields = {
             "host": params.get("remote_host"),
             "port": params.get("remote_port"),
@@ -105,9 +122,26 @@ class Offer(msgspec.Struct, frozen=True):
             **{name: own.get(name) for name in ("incarnation", "nonce", "token_hash", "layout")},
         }
         try:
-            return msgspec.convert(fields, cls)
-        except (msgspec.ValidationError, RecursionError) as error:
+            offer = msgspec.convert(fields, cls)
+            text = offer.signed_text
+        except (msgspec.ValidationError, UnicodeError, RecursionError, OverflowError) as error:
             raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
+        if not seal.accepts(_unhex(mac), Purpose.PARAMETERS, text):
+            raise ParamsError("kv_transfer_params are not signed with this engine's secret; do all instances share it?")
+        if not seal.admits(offer.host):
+            raise ParamsError(
+                f"kv_transfer_params name the host {offer.host}, which is no address of a private network, and there "
+                "is no secret to check them with: set KVFERRY_SECRET or secret_file, or allow_public_peers"
+            )
+        return offer
+
+
+def _unhex(mac: object) -> bytes:
+    """What a MAC in parameters stands for; nothing if it is none."""
+    try:
+        return bytes.fromhex(mac) if isinstance(mac, str) else b""
+    except ValueError:
+        return b""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -167,9 +201,9 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 class Granted(msgspec.Struct, tag=True, frozen=True):
     """Answer to ``Claim``: the block ids of the request by KV cache group, and seconds until the lease ends."""
 
-    blocks: list[list[int]]
+    blocks: list[list[Block]]
     tokens: Count
-    ttl: Annotated[float, Meta(gt=0)]
+    ttl: Lease
 
 
 class Held(msgspec.Struct, tag=True, frozen=True):
@@ -189,7 +223,7 @@ class Released(msgspec.Struct, tag=True, frozen=True):
 class Gone(msgspec.Struct, tag=True, frozen=True):
     """The producer does not hold what the message names (any more), or never did."""
 
-    reason: str
+    reason: Annotated[str, Meta(max_length=1024)]
 
 
 Request = Hello | Claim | Renew | Ack | Release

@@ -1,4 +1,4 @@
-"""ZeroMQ endpoints and limits that both ends share."""
+"""Binding an address, finding one, and ending another thread's wait."""
 
 from __future__ import annotations
 
@@ -6,38 +6,49 @@ import contextlib
 import ipaddress
 import socket
 
-import zmq
+BACKLOG = 4096
 
-HANDSHAKE_TIMEOUT_MS = 10_000
-"""A peer that connects and does not speak ZeroMQ is dropped after this."""
-
-
-def endpoint(host: str, port: int | str) -> str:
-    """``tcp://host:port``, with brackets around an IPv6 address."""
-    return f"tcp://[{host}]:{port}" if _is_ipv6(host) else f"tcp://{host}:{port}"
+SocketAddress = tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]
 
 
-def configure(sock: zmq.Socket[bytes], max_message: int) -> None:
-    """Options without which a socket lingers at exit, grows without bound or knows IPv4 only."""
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.IPV6, 1)
-    sock.setsockopt(zmq.MAXMSGSIZE, max_message)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-    sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on ``host``, without waiting in ``accept``; ``*`` and ``::`` mean every address, IPv4 and IPv6.
+
+    Raises:
+        OSError, UnicodeError: that cannot be bound.
+    """
+    if host in ("*", "::") and socket.has_dualstack_ipv6():
+        server = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    elif host == "*":
+        server = socket.create_server(("0.0.0.0", port), backlog=BACKLOG)
+    else:
+        family, address = resolve(host, port)[0]
+        server = socket.create_server(address, family=family, backlog=BACKLOG)
+    server.setblocking(False)
+    return server
 
 
-def _is_ipv6(host: str) -> bool:
+def is_literal(host: str) -> bool:
+    """Whether ``host`` is an address, which takes no name server to resolve."""
     try:
-        return ipaddress.ip_address(host).version == 6
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True
+
+
+def resolve(host: str, port: int) -> list[SocketAddress]:
+    """Where to connect to, best first. Waits for a name server if ``host`` is a name.
+
+    Raises:
+        OSError, UnicodeError: there is no such host.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, address) for family, _, _, _, address in found]  # type: ignore[misc]
 
 
 class Wake:
-    """Ends another thread's wait in a poller; ``set`` may be called from any thread, any number of times."""
+    """Ends another thread's wait in a selector; ``set`` may be called from any thread, any number of times."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.network_utils import get_ip
 
 from kvferry.errors import ParamsError
 from kvferry.geometry import EngineLayout, Span
+from kvferry.protocol.authentication import Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
 from kvferry.protocol.loads import Loads, Order
@@ -21,7 +23,7 @@ from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Handshake, StepMetadata
-from kvferry.vllm.settings import Settings
+from kvferry.vllm.settings import SECRET_VARIABLE, Settings, read_seal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,7 +132,7 @@ class Producer:
 class Consumer:
     """Claims what requests are offered, and keeps it claimed until the workers have read it."""
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges) -> None:
         parallel = config.parallel_config
         readers = [
             worker_name(pp_rank, tp_rank)
@@ -138,6 +140,7 @@ class Consumer:
             for tp_rank in range(parallel.tensor_parallel_size)
         ]
         self._settings = settings
+        self._seal = seal
         self._loads = Loads(incarnation, readers, settings.claim_timeout, settings.hold_timeout, edges.clock)
         self._lock = threading.Lock()
         self._client = edges.connect("kvferry-claims", self._tick)
@@ -146,7 +149,7 @@ class Consumer:
     def arrived(self, request: EngineRequest) -> None:
         """A request with ``do_remote_prefill``: claim its offer, whatever the scheduler does with it meanwhile."""
         try:
-            offer = Offer.from_params(request.kv_transfer_params or {})
+            offer = Offer.from_params(request.kv_transfer_params or {}, self._seal)
         except ParamsError as error:
             self._warn(request, str(error))
             return
@@ -227,16 +230,29 @@ class Consumer:
 
 
 class SchedulerHalf:
-    """Both roles of one engine core; ``kv_role`` decides which of them exist."""
+    """Both roles of one engine core; ``kv_role`` decides which of them exist.
 
-    def __init__(self, config: VllmConfig, settings: Settings, edges: Edges = Edges()) -> None:
+    Raises:
+        SettingsError: the secret cannot be read, or is none.
+        SideChannelError: the listener's address cannot be bound.
+    """
+
+    def __init__(self, config: VllmConfig, settings: Settings, edges: Edges | None = None) -> None:
+        self._seal = read_seal(settings)
+        if not self._seal.has_secret:
+            logger.warning(
+                "KVFerry runs without a secret: %s. Set %s or secret_file in kv_connector_extra_config",
+                "it believes whoever can reach it" if settings.allow_public_peers else "it trusts private networks",
+                SECRET_VARIABLE,
+            )
+        edges = edges or Edges(listen=partial(Listener, seal=self._seal), connect=partial(Client, seal=self._seal))
         self._config = config
         self._settings = settings
         self._incarnation = draw()
         self._orders: list[Order] = []
         transfer = config.kv_transfer_config
-        parts = (config, settings, self._incarnation, edges)
-        self._producer = Producer(*parts) if transfer.is_kv_producer else None
+        self._producer = Producer(config, settings, self._incarnation, edges) if transfer.is_kv_producer else None
+        parts = (config, settings, self._seal, self._incarnation, edges)
         self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
@@ -293,7 +309,7 @@ class SchedulerHalf:
         if not (self._producer and wanted and complete):
             return False, None
         offer = self._producer.finished(request, blocks)
-        return (True, offer.to_params()) if offer else (False, None)
+        return (True, offer.to_params(self._seal)) if offer else (False, None)
 
     def shutdown(self) -> None:
         for role in (self._producer, self._consumer):

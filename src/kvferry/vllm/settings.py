@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.errors import SettingsError
+from kvferry.protocol.authentication import Seal
+from kvferry.protocol.messages import Lease
 from kvferry.transport.nixl import PROGRESS_DELAY_US
 
 Seconds = Annotated[float, Meta(gt=0)]
+
+SECRET_VARIABLE = "KVFERRY_SECRET"
+
+SHORTEST_SECRET = 16
+"""Bytes. Whoever sees one message can try secrets as fast as a machine computes."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,12 +41,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nixl_progress_delay_us: pause of NIXL's progress thread, in microseconds; 0 spins one core per worker.
         backends: the NIXL plugin to use (one).
         backend_params: its options.
+        secret_file: a file with the secret that all instances share; it wins over the variable KVFERRY_SECRET.
+        allow_public_peers: without a secret, also talk to addresses that are not private.
         model_id: names the model where prefill and decode know it under different paths.
     """
 
     side_channel_host: str | None = None
     side_channel_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    kv_lease_duration: Seconds = 30.0
+    kv_lease_duration: Lease = 30.0
     claim_timeout: Seconds = 10.0
     hold_timeout: Seconds = 300.0
     handshake_timeout: Seconds = 10.0
@@ -46,6 +57,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nixl_progress_delay_us: Annotated[int, Meta(ge=0)] = PROGRESS_DELAY_US
     backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = msgspec.field(default_factory=lambda: ["UCX"])
     backend_params: dict[str, str] = msgspec.field(default_factory=dict)
+    secret_file: str | None = None
+    allow_public_peers: bool = False
     model_id: str | None = None
 
 
@@ -65,3 +78,31 @@ def parse_settings(extra_config: dict[str, Any]) -> Settings:
         return msgspec.convert(extra_config, Settings)
     except msgspec.ValidationError as error:
         raise SettingsError(f"kv_connector_extra_config: {error}") from error
+
+
+def read_seal(settings: Settings) -> Seal:
+    """What signs for this engine: with the secret of ``secret_file``, else of ``KVFERRY_SECRET``, else with nothing.
+
+    Each process of an engine reads it for itself, so that it is in no configuration that is printed or passed on.
+
+    Raises:
+        SettingsError: the file cannot be read, or a secret is empty or shorter than 16 bytes.
+    """
+    if settings.secret_file is not None:
+        source = f"secret_file {settings.secret_file}"
+        try:
+            secret = Path(settings.secret_file).read_bytes()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{source} cannot be read: {error}") from error
+    elif SECRET_VARIABLE in os.environ:
+        source = SECRET_VARIABLE
+        secret = os.environb[SECRET_VARIABLE.encode()]
+    else:
+        return Seal(allow_public=settings.allow_public_peers)
+    secret = secret.rstrip()
+    if len(secret) < SHORTEST_SECRET:
+        raise SettingsError(
+            f"{source} holds a secret of {len(secret)} bytes; at least {SHORTEST_SECRET} are needed, for example from "
+            "`openssl rand -hex 32`"
+        )
+    return Seal(secret)

@@ -21,7 +21,7 @@ from kvferry.vllm.cache_view import shards_of
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Handshake, StepMetadata
 from kvferry.vllm.metrics import TransferStats
-from kvferry.vllm.settings import Settings
+from kvferry.vllm.settings import Settings, read_seal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,6 +43,7 @@ class WorkerHalf:
     def __init__(self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         self._settings = settings
+        self._seal = read_seal(settings)
         self._kv_cache_config = kv_cache_config
         self._pp_rank = get_pp_group().rank_in_group
         self._tp_rank = get_tensor_model_parallel_rank()
@@ -67,7 +68,7 @@ class WorkerHalf:
         self._overdue = 0
         shards = shards_of(kv_caches, self._kv_cache_config, self._config, self._tp_rank)
         layout = self._layout(shards)
-        self._client = Client("kvferry-acks")
+        self._client = Client("kvferry-acks", seal=self._seal)
         device = next(iter(kv_caches.values())).device
         self._reader = Reader(
             layout=layout,

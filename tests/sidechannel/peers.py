@@ -1,0 +1,58 @@
+"""Peers for tests of the side channel: honest ones with a deadline, and raw ones that send any bytes."""
+
+import socket
+import threading
+
+from kvferry.protocol.authentication import Purpose, Seal
+from kvferry.protocol.messages import encode
+from kvferry.sidechannel.frames import header
+
+TOKEN = "1" * 32
+DEADLINE_S = 10.0
+
+
+class Replies:
+    """Collects replies; ``wait`` blocks until there are so many."""
+
+    def __init__(self) -> None:
+        self.got: list = []
+        self._change = threading.Condition()
+
+    def __call__(self, reply) -> None:
+        with self._change:
+            self.got.append(reply)
+            self._change.notify_all()
+
+    def wait(self, count=1):
+        with self._change:
+            assert self._change.wait_for(lambda: len(self.got) >= count, DEADLINE_S), f"only {len(self.got)}"
+        return self.got
+
+
+def ask(client, port, message, timeout=DEADLINE_S, host="127.0.0.1"):
+    replies = Replies()
+    client.send((host, port), message, timeout, replies)
+    return replies.wait()[0]
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+
+
+def pack(message, number=0, sender=b"s" * 16, seal=None, purpose=Purpose.REQUEST):
+    """A whole frame; ``message`` may be bytes that are none."""
+    body = message if isinstance(message, bytes) else encode(message)
+    return header(seal or Seal(), purpose, sender, number, body) + body
+
+
+def closed_by_peer(sock):
+    """Waits until the other end has closed, whatever it says before."""
+    sock.settimeout(DEADLINE_S)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
