@@ -39,6 +39,12 @@ def test_engines_on_cpu_are_more_patient_unless_told_otherwise() -> None:
     assert config["kv_connector_extra_config"] == {**CPU_PATIENCE, "kv_lease_duration": 5}
 
 
+def test_the_policy_for_failed_loads_goes_where_vllm_wants_it() -> None:
+    spec = replace(SPEC, kv_load_failure_policy="recompute")
+    config = json.loads(_value(engine_command(spec), "--kv-transfer-config"))
+    assert config["kv_load_failure_policy"] == "recompute"
+
+
 def test_a_plain_engine_has_no_connector() -> None:
     assert "--kv-transfer-config" not in engine_command(replace(SPEC, role=None))
 

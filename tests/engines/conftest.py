@@ -2,9 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,42 @@ from kvferry.cluster.dispatch import Dispatcher
 from kvferry.cluster.launch import logging_transfers, start_instances
 from kvferry.cluster.ports import free_ports
 from kvferry.cluster.spec import InstanceSpec, Layout
-from kvferry.cluster.supervisor import PeakMemory, Supervisor
+from kvferry.cluster.supervisor import Managed, PeakMemory, Supervisor
 from kvferry.cluster.tiny import tiny
 
 MOST_WORKERS = 8  # alive at once; about 10 GB with the processes around them
 CACHE_BYTES = 32 << 20  # small, so that a test can make an engine reuse its blocks
 START_DEADLINE_S = 300.0
+DEADLINES = {
+    "kv_lease_duration": 8,
+    "claim_timeout": 10,
+    "handshake_timeout": 5,
+    "read_timeout": 2,
+    "ack_timeout": 15,
+}
+
+
+def _faults(policy: str, side_channel_port: int, *extra: str) -> dict[str, Any]:
+    """Short deadlines, the same address after a restart, and a transport on which a read needs the process it reads
+    from: over shared memory it does not."""
+    return {
+        "connector_config": {**DEADLINES, "side_channel_port": side_channel_port},
+        "kv_load_failure_policy": policy,
+        "environment": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        "extra": extra,
+    }
+
+
+VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "": lambda _: {},
+    "recompute": lambda port: _faults("recompute", port),
+    "fail": lambda port: _faults("fail", port),
+    "small-blocks": lambda port: _faults("recompute", port, "--block-size", "64"),
+    "tight": lambda _: {
+        "extra": ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "256", "--async-scheduling"),
+        "connector_config": {"kv_lease_duration": 30},
+    },
+}
 SUMMARY = pytest.StashKey[str]()
 
 
@@ -28,36 +59,56 @@ class Instance:
 
     spec: InstanceSpec
     transfer_log: Path
+    supervisor: Supervisor
 
     @property
     def url(self) -> str:
         return self.spec.url
 
+    @property
+    def managed(self) -> Managed:
+        """Its processes, and their log."""
+        return self.supervisor.managed(self.spec.name)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which engine is wanted: a tiny model, a layout, a kv_role, one of several alike, and settings of ``VARIANTS``."""
+
+    kind: str
+    layout: str
+    role: str | None
+    copy: int = 0
+    variant: str = ""
+
 
 @dataclass
 class Fleet:
-    """Starts one engine per (model, layout, role, copy) and reuses it; the least recently used one makes room."""
+    """Starts one engine per key and reuses it; the least recently used one makes room."""
 
     supervisor: Supervisor
     dispatcher: Dispatcher
     directory: Path
     starts: int = 0
     start_seconds: float = 0.0
-    _running: dict[tuple[str, str, str | None, int], Instance] = field(default_factory=dict)
+    _running: dict[Key, Instance] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def plain(self, kind: str) -> Instance:
         """An engine without a connector."""
-        [instance] = self._instances([(kind, "tp=1", None, 0)])
+        [instance] = self.instances(Key(kind, "tp=1", None))
         return instance
 
     def pair(self, kind: str, prefill: str, decode: str) -> tuple[Instance, Instance]:
         """Two engines with the connector; two of them also where the layouts are the same."""
         copy = 1 if prefill == decode else 0
-        first, second = self._instances([(kind, prefill, "kv_both", 0), (kind, decode, "kv_both", copy)])
+        first, second = self.instances(Key(kind, prefill, "kv_both"), Key(kind, decode, "kv_both", copy))
         return first, second
 
-    def _instances(self, keys: list[tuple[str, str, str | None, int]]) -> list[Instance]:
+    def instances(self, *keys: Key) -> list[Instance]:
+        """All of them, running at once; one that has ended is started anew."""
+        for key in [key for key in keys if key in self._running and not self._running[key].managed.running]:
+            self.supervisor.stop(self._running.pop(key).spec.name)
         missing = [key for key in keys if key not in self._running]
         if missing:
             self._make_room(missing, keys)
@@ -66,8 +117,13 @@ class Fleet:
             self._running[key] = self._running.pop(key)  # most recently used last
         return [self._running[key] for key in keys]
 
-    def _make_room(self, missing: list[tuple[str, str, str | None, int]], keep: list) -> None:
-        wanted = sum(Layout.parse(layout).workers for _, layout, _, _ in missing)
+    def restart(self, instance: Instance) -> None:
+        """End what is left of an engine, and start it again on its port."""
+        self.supervisor.stop(instance.spec.name)
+        self._launch([instance.spec])
+
+    def _make_room(self, missing: Sequence[Key], keep: Sequence[Key]) -> None:
+        wanted = sum(Layout.parse(key.layout).workers for key in missing)
         for key in list(self._running):
             if wanted + self._workers() <= MOST_WORKERS:
                 return
@@ -77,24 +133,28 @@ class Fleet:
     def _workers(self) -> int:
         return sum(instance.spec.layout.workers for instance in self._running.values())
 
-    def _start(self, keys: list[tuple[str, str, str | None, int]]) -> None:
+    def _start(self, keys: Sequence[Key]) -> None:
+        instances = {key: self._prepare(key) for key in keys}
+        self._launch([instance.spec for instance in instances.values()])
+        self._running.update(instances)
+
+    def _launch(self, specs: Sequence[InstanceSpec]) -> None:
         begin = time.monotonic()
-        instances = {key: self._prepare(*key) for key in keys}
-        specs = [instance.spec for instance in instances.values()]
         start_instances(self.supervisor, specs, cpu_build_installed(), lambda *_: None, START_DEADLINE_S)
         for spec in specs:
             self._warm_up(spec)
-        self._running.update(instances)
-        self.starts += len(keys)
+        self.starts += len(specs)
         self.start_seconds += time.monotonic() - begin
 
-    def _prepare(self, kind: str, layout: str, role: str | None, copy: int) -> Instance:
-        parsed = Layout.parse(layout)
-        name = f"{next(self._numbers):02d}-{kind}-{parsed.label}-{role or 'plain'}-{copy}"
+    def _prepare(self, key: Key) -> Instance:
+        layout = Layout.parse(key.layout)
+        parts = [key.kind, layout.label, key.role or "plain", str(key.copy), key.variant]
+        name = "-".join([f"{next(self._numbers):02d}", *filter(None, parts)])
         log = self.directory / f"{name}.jsonl"
-        [port] = free_ports(1)
-        spec = InstanceSpec(name, tiny(kind), parsed, port, role, kv_cache_bytes=CACHE_BYTES)
-        return Instance(logging_transfers(spec, log), log)
+        port, side_channel_port = free_ports(2)
+        spec = InstanceSpec(name, tiny(key.kind), layout, port, key.role, kv_cache_bytes=CACHE_BYTES)
+        spec = logging_transfers(replace(spec, **VARIANTS[key.variant](side_channel_port)), log)
+        return Instance(spec, log, self.supervisor)
 
     def _warm_up(self, spec: InstanceSpec) -> None:
         # Some functions are compiled at the first request that needs them, which takes seconds.

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cluster.metrics import PrefixHits
 
-from .conftest import Fleet, Instance
+from .conftest import Fleet, Instance, Key
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -18,7 +18,7 @@ MOST_OF_A_CORE = 0.05
 
 def test_ordinary_requests_are_answered_as_without_the_connector(fleet: Fleet) -> None:
     source = random.Random(99)
-    [instance] = fleet._instances([("qwen2", "pp=2", "kv_both", 0)])
+    [instance] = fleet.instances(Key("qwen2", "pp=2", "kv_both"))
     before = PrefixHits.read(instance.url)
     for tokens in (1, 128, 300):
         prompt = [source.randint(10, 370) for _ in range(tokens)]

@@ -83,7 +83,7 @@ def parties(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Instance
     engine = InProcessEngine(spec.model, directory / "in-process.log")
     try:
         with Supervisor(directory) as supervisor:
-            instance = Instance(logging_transfers(spec, log), log)
+            instance = Instance(logging_transfers(spec, log), log, supervisor)
             start_instances(supervisor, [instance.spec], cpu_build_installed(), lambda *_: None, START_DEADLINE_S)
             engine.wait_ready()
             yield instance, engine

@@ -67,6 +67,8 @@ def _connector_arguments(spec: InstanceSpec, cpu: bool) -> list[str]:
     config: dict[str, object] = {"kv_connector": CONNECTOR, "kv_role": spec.role}
     if extra := {**(CPU_PATIENCE if cpu else {}), **spec.connector_config}:
         config["kv_connector_extra_config"] = extra
+    if spec.kv_load_failure_policy:
+        config["kv_load_failure_policy"] = spec.kv_load_failure_policy
     return ["--kv-transfer-config", json.dumps(config)]
 
 

@@ -95,7 +95,8 @@ class InstanceSpec:
     """One vLLM instance: a model, a layout, a role and a port.
 
     `role` is a ``kv_role`` of vLLM (``kv_producer``, ``kv_consumer``, ``kv_both``), or None for a plain engine without
-    a connector. `kv_cache_bytes` is per worker. `extra` goes to vLLM's command line as it is.
+    a connector. `kv_load_failure_policy` is vLLM's: ``recompute`` or ``fail``, None for its default. `kv_cache_bytes`
+    is per worker. `extra` goes to vLLM's command line as it is.
     """
 
     name: str
@@ -109,6 +110,7 @@ class InstanceSpec:
     max_num_seqs: int = 8
     kv_cache_bytes: int = 64 << 20
     connector_config: dict[str, Any] = field(default_factory=dict)
+    kv_load_failure_policy: str | None = None
     extra: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 

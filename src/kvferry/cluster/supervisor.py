@@ -100,6 +100,12 @@ class Supervisor:
         self._managed[name] = Managed(name, log, process, grace_s)
         return self._managed[name]
 
+    def managed(self, name: str) -> Managed:
+        """Raises:
+        KeyError: there is no process of that name.
+        """
+        return self._managed[name]
+
     def wait_ready(self, health: Mapping[str, str], deadline_s: float, progress: Progress = lambda *_: None) -> None:
         """Wait until every named process answers 200 at its URL.
 
@@ -200,7 +206,7 @@ def _shared_out(process: psutil.Process) -> int:
 class PeakMemory:
     """Samples a supervisor's memory every few seconds while it is entered; `bytes` is the largest sample."""
 
-    def __init__(self, supervisor: Supervisor, interval_s: float = 2.0) -> None:
+    def __init__(self, supervisor: Supervisor, interval_s: float = 10.0) -> None:
         self.bytes = 0
         self._supervisor = supervisor
         self._interval_s = interval_s
