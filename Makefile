@@ -8,11 +8,12 @@ TORCH ?= 2.13.0
 PREFILL ?= pp=2
 DECODE ?= dp=2
 PROMPT ?= What is the capital of France?
+SEEDS ?= 10000
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
-.PHONY: help venv demo verify test test-all check format clean
+.PHONY: help venv demo verify test test-all simulate check format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 20
@@ -53,6 +54,9 @@ test: check  ## The everyday tests, real engines included (aimed at 20 minutes o
 
 test-all: check  ## Every test, the whole square of layouts included (hours on 2 cores)
 	@$(PY) -m pytest
+
+simulate: venv  ## The protocol under SEEDS= random mixes of delay, loss, partition, restart, abort and expiry
+	@$(PY) -m tests.simulation --seeds $(SEEDS) --jobs $$(nproc)
 
 format: venv  ## Let ruff fix what it can
 	@$(VENV)/bin/ruff check --fix .

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from kvferry.cluster.dispatch import Completion, Dispatcher
@@ -19,6 +18,7 @@ from kvferry.errors import DispatchError
 from kvferry.protocol.messages import Ack, Claim, Granted, Renew
 
 from .conftest import DEADLINES, Fleet, Instance, Key
+from .processes import API_SERVER, ENGINE_CORE, WORKER, family, send
 from .proxy import Proxy
 from .waiting import assert_nothing_is_held, await_that, usage
 
@@ -36,25 +36,11 @@ class Parties:
     """A producer of two stages, and two consumers that differ in what they do about a load that failed."""
 
     fleet: Fleet
+    producer: Instance
+    consumers: list[Instance]
     source: random.Random
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
     proxies: list[Proxy] = field(default_factory=list)
-
-    @property
-    def producer(self) -> Instance:
-        return self._all[0]
-
-    @property
-    def consumers(self) -> list[Instance]:
-        return self._all[1:]
-
-    @property
-    def _all(self) -> list[Instance]:
-        return self.fleet.instances(
-            Key(KIND, "pp=2", "kv_producer", variant="recompute"),
-            Key(KIND, "tp=1", "kv_consumer", variant="recompute"),
-            Key(KIND, "tp=1", "kv_consumer", variant="fail"),
-        )
 
     def prompt(self) -> list[int]:
         return [self.source.randint(10, 370) for _ in range(PROMPT_TOKENS)]
@@ -74,7 +60,12 @@ class Parties:
 
 @pytest.fixture
 def parties(fleet: Fleet) -> Iterator[Parties]:
-    parties = Parties(fleet, random.Random(31))
+    producer, *consumers = fleet.instances(
+        Key(KIND, "pp=2", "kv_producer", variant="recompute"),
+        Key(KIND, "tp=1", "kv_consumer", variant="recompute"),
+        Key(KIND, "tp=1", "kv_consumer", variant="fail"),
+    )
+    parties = Parties(fleet, producer, consumers, random.Random(31))
     try:
         yield parties
     finally:
@@ -119,24 +110,6 @@ def _judge(attempt: Attempt, answer: "Future[Completion]") -> str:
     return "right" if tokens == attempt.parties.expected(attempt.prompt) else "wrong"
 
 
-def _family(instance: Instance, name: str) -> list[psutil.Process]:
-    """The processes of an instance whose titles contain `name`."""
-    managed = instance.managed.process
-    return [p for p in psutil.Process(managed.pid).children(recursive=True) if name in _title(p)]
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
-
-
-def _signal(processes: Sequence[psutil.Process], number: int) -> None:
-    for process in processes:
-        process.send_signal(number)
-
-
 def _assert_alive(*instances: Instance) -> None:
     for instance in instances:
         assert httpx.get(f"{instance.url}/health", timeout=10, trust_env=False).status_code == 200
@@ -158,14 +131,14 @@ def _log_says(instance: Instance, *words: str) -> bool:
 
 def _in_every_phase(parties: Parties) -> list[tuple[Attempt, "Future[Completion]"]]:
     """For each consumer four requests: before its claim, before it knows of its grant, reading, before its ack."""
-    workers = _family(parties.producer, "VLLM::Worker")
+    workers = family(parties.producer, WORKER)
     read, unread = [], []
     for consumer in parties.consumers:
         attempts = [Attempt(parties, consumer) for _ in range(4)]
         read.append((attempts[0], attempts[0].decode_until(Ack)))
         unread.append(attempts[1:])
     under_way = list(read)
-    _signal(workers, signal.SIGSTOP)  # over TCP a read needs the worker it reads from
+    send(workers, signal.SIGSTOP)  # over TCP a read needs the worker it reads from
     for reading, *_ in unread:
         under_way.append((reading, reading.decode()))
         await_that(lambda a=reading: _log_says(a.consumer, a.request_id, "has not ended"), 30.0, "an overdue read")
@@ -175,14 +148,13 @@ def _in_every_phase(parties: Parties) -> list[tuple[Attempt, "Future[Completion]
     return under_way
 
 
-@pytest.mark.parametrize("victim", ["VLLM::Worker", "VLLM::EngineCore", "api_server"])
+@pytest.mark.parametrize("victim", [WORKER, ENGINE_CORE, API_SERVER])
 def test_a_killed_producer_costs_a_recomputation_or_an_honest_error_in_every_phase(
     parties: Parties, victim: str
 ) -> None:
     old = Attempt(parties, parties.consumers[0])
-    producer = parties.producer
     under_way = _in_every_phase(parties)
-    _signal(_family(producer, victim)[:1], signal.SIGKILL)
+    send(family(parties.producer, victim)[:1], signal.SIGKILL)
     for attempt, _ in under_way:
         attempt.proxy.open()
     verdicts = {attempt.request_id: _judge(attempt, answer) for attempt, answer in under_way}
@@ -191,25 +163,24 @@ def test_a_killed_producer_costs_a_recomputation_or_an_honest_error_in_every_pha
     assert set(verdicts.values()) == {"right", "error"}, "the policy 'fail' must show as an error somewhere"
     _assert_alive(*parties.consumers)
     assert_nothing_is_held(*parties.consumers, within_s=SETTLE_S)
-    await_that(lambda: not producer.managed.running, ANSWER_S, "the rest of the producer ends too")
-    parties.fleet.restart(producer)
+    await_that(lambda: not parties.producer.managed.running, ANSWER_S, "the rest of the producer ends too")
+    parties.fleet.restart(parties.producer)
     _assert_transfers_work(parties)
     assert _judge(old, old.decode()) == "right"
     assert not [t for t in read_transfers(old.consumer.transfer_log) if old.request_id in t.request and t.used]
 
 
 def test_a_killed_consumer_leaves_nothing_held_at_the_producer(parties: Parties) -> None:
-    consumers = parties.consumers
     under_way = _in_every_phase(parties)
-    for consumer in consumers:
-        _signal(_family(consumer, "VLLM::")[::-1], signal.SIGKILL)
-    _signal(_family(parties.producer, "VLLM::Worker"), signal.SIGCONT)
+    for consumer in parties.consumers:
+        send(family(consumer, "VLLM::")[::-1], signal.SIGKILL)
+    send(family(parties.producer, WORKER), signal.SIGCONT)
     for attempt, answer in under_way:
         attempt.proxy.open()
         assert _judge(attempt, answer) == "error"
     _assert_alive(parties.producer)
     assert_nothing_is_held(parties.producer, within_s=SETTLE_S)
-    for consumer in consumers:
+    for consumer in parties.consumers:
         parties.fleet.restart(consumer)
     _assert_transfers_work(parties)
 
@@ -217,15 +188,15 @@ def test_a_killed_consumer_leaves_nothing_held_at_the_producer(parties: Parties)
 def test_a_producer_stopped_for_longer_than_its_lease_serves_again_when_it_goes_on(parties: Parties) -> None:
     read, claiming = (Attempt(parties, parties.consumers[0]) for _ in range(2))
     acking = read.decode_until(Ack)
-    everything = _family(parties.producer, "")
-    _signal(everything, signal.SIGSTOP)
+    everything = family(parties.producer)
+    send(everything, signal.SIGSTOP)
     read.proxy.open()
     answers = [acking, claiming.decode()]
     try:
         assert [_judge(*pair) for pair in zip((read, claiming), answers, strict=True)] == ["right", "right"]
         time.sleep(LEASE_S)  # being stopped for so long is what is tested
     finally:
-        _signal(everything, signal.SIGCONT)
+        send(everything, signal.SIGCONT)
     assert_nothing_is_held(parties.producer, *parties.consumers, within_s=SETTLE_S)
     _assert_transfers_work(parties)
 

@@ -96,6 +96,25 @@ def test_a_repeated_claim_message_is_answered_again_and_counts_once(grants):
     assert grants.take_ended() == ["r"]
 
 
+@pytest.mark.parametrize("end", [_release, lambda grant: _ack(grant, "pp0tp0")], ids=["released", "acknowledged"])
+def test_a_late_copy_of_a_claim_that_has_ended_is_gone_while_another_one_holds_the_grant(grants, end):
+    grant = grants.offer("r", BLOCKS, 40)
+    for claim in ("c" * 32, "d" * 32):
+        grants.answer(_claim(grant, claim=claim, readers=["pp0tp0"]))
+    grants.answer(end(grant))
+    assert isinstance(grants.answer(_claim(grant, readers=["pp0tp0"])), Gone)
+    assert grants.answer(Renew(INCARNATION, [("r", "c" * 32)])).gone == ["c" * 32]
+    assert grants.answer(_ack(grant, "pp0tp0", "d" * 32)) == Held()
+    assert grants.take_ended() == ["r"]
+
+
+def test_a_claim_that_its_release_has_overtaken_is_gone(grants):
+    grant = grants.offer("r", BLOCKS, 40)
+    grants.answer(_claim(grant, claim="d" * 32))
+    grants.answer(_release(grant))
+    assert isinstance(grants.answer(_claim(grant)), Gone)
+
+
 def test_a_forged_nonce_is_gone_and_changes_nothing(grants):
     grant = grants.offer("r", BLOCKS, 40)
     assert isinstance(grants.answer(_claim(grant, nonce="f" * 32)), Gone)
@@ -148,6 +167,26 @@ def test_an_acknowledgement_after_the_lease_is_gone_even_before_anyone_looked(gr
     clock.now += LEASE
     assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
     assert grants.take_ended() == ["r"]
+
+
+def test_claims_on_one_grant_are_bounded(grants, monkeypatch):
+    monkeypatch.setattr("kvferry.protocol.grants.MAX_CLAIMS", 2)
+    grant = grants.offer("r", BLOCKS, 40)
+    replies = [grants.answer(_claim(grant, claim=claim * 32)) for claim in "cdec"]
+    assert [isinstance(reply, Granted) for reply in replies] == [True, True, False, True]
+
+
+def test_leases_end_in_the_order_they_were_last_prolonged(grants, clock):
+    first, _ = grants.offer("first", BLOCKS, 40), grants.offer("second", BLOCKS, 40)
+    clock.now += LEASE / 2
+    grants.answer(_claim(first))
+    clock.now += LEASE / 2
+    assert grants.expire() == pytest.approx(LEASE / 2)
+    assert grants.take_ended() == ["second"]
+    assert grants.expired == 1
+    clock.now += LEASE / 2
+    assert grants.expire() is None
+    assert grants.take_ended() == ["first"]
 
 
 def test_renewal_keeps_a_claim_for_another_lease(grants, clock):

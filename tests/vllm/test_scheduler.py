@@ -201,6 +201,27 @@ def test_an_unclaimed_prefill_is_freed_after_its_lease(make_half):
     assert _released(producer) == ["p-1"]
 
 
+def test_a_lease_that_ran_out_is_counted_once(make_half):
+    producer = make_half("kv_producer", kv_lease_duration=0.05)
+    _prefill(producer)
+    assert _released(producer) == ["p-1"]
+    assert producer.take_stats().data["num_kv_expired_reqs"] == [1]
+    assert producer.take_stats() is None
+
+
+def test_five_hundred_claims_at_once_are_all_granted(make_half):
+    producer = make_half("kv_producer")
+    consumers = [make_half("kv_consumer") for _ in range(5)]
+    requests = [_make_request(f"d-{i}", _prefill(producer, f"p-{i}")[1]) for i in range(500)]
+    for i, request in enumerate(requests):
+        consumers[i % 5].on_new_request(request)
+    answers = [_matched(consumers[i % 5], request) for i, request in enumerate(requests)]
+    assert answers == [(300, True)] * 500
+    for i, request in enumerate(requests):
+        consumers[i % 5].request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([],))
+    assert sorted(_released(producer, 500)) == sorted(f"p-{i}" for i in range(500))
+
+
 def test_a_claimed_prefill_outlives_its_lease_while_the_consumer_lives(make_half):
     producer, consumer = make_half("kv_producer", kv_lease_duration=0.3), make_half("kv_consumer")
     _, params = _prefill(producer)

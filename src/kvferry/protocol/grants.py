@@ -27,6 +27,9 @@ from kvferry.protocol.messages import (
     Request,
 )
 
+MAX_CLAIMS = 1 << 14
+"""On one grant: more requests than vLLM makes of one with ``n > 1``, and a bound for who makes up claims."""
+
 GONE = Gone("not held: already released, expired, or never granted by this engine")
 
 
@@ -38,8 +41,9 @@ class Grant:
         blocks: block ids by KV cache group.
         deadline: when the lease runs out, on the producer's own clock.
         consumer: incarnation that claimed it; None while OFFERED.
-        waiting: for each claim, the readers that have not acknowledged. Several requests of one consumer may share a
-            grant (n > 1), each under a claim of its own.
+        waiting: for each claim, the readers that have not acknowledged; none for a claim that has ended, so that a late
+            copy of it is known. Several requests of one consumer may share a grant (n > 1), each under a claim of its
+            own.
     """
 
     request: str
@@ -58,12 +62,17 @@ class Grants:
         incarnation: of this engine core.
         lease: seconds that an unclaimed or unrenewed grant lives.
         clock: monotonic seconds; only differences of it ever leave the process.
+
+    Attributes:
+        expired: how many grants have ended with their lease so far.
     """
 
     def __init__(self, incarnation: str, lease: float, clock: Callable[[], float]) -> None:
         self.incarnation = incarnation
         self.lease = lease
+        self.expired = 0
         self._clock = clock
+        # Always in the order of their deadlines: a lease is as long as any other, so the one prolonged last ends last.
         self._grants: dict[str, Grant] = {}
         self._ended: list[str] = []
 
@@ -79,9 +88,13 @@ class Grants:
     def expire(self) -> float | None:
         """End every grant whose lease has run out; returns seconds until the next one does, None without any."""
         now = self._clock()
-        for grant in [grant for grant in self._grants.values() if grant.deadline <= now]:
-            self._end(grant)
-        return min((grant.deadline - now for grant in self._grants.values()), default=None)
+        while self._grants:
+            first = next(iter(self._grants.values()))
+            if first.deadline > now:
+                return first.deadline - now
+            self.expired += 1
+            self._end(first)
+        return None
 
     def take_ended(self) -> list[str]:
         """Requests whose blocks may be freed, each named once."""
@@ -109,46 +122,48 @@ class Grants:
         grant = self._grants.get(message.request)
         if grant is None or grant.nonce != message.nonce or grant.consumer not in (None, message.consumer):
             return GONE
+        if not (self._has_room(grant, message.claim) and grant.waiting.setdefault(message.claim, set(message.readers))):
+            return GONE
         grant.consumer = message.consumer
-        grant.waiting.setdefault(message.claim, set(message.readers))
-        grant.deadline = self._clock() + self.lease
+        self._prolong(grant)
         return Granted(grant.blocks, grant.tokens, self.lease)
 
     def _ack(self, message: Ack) -> Reply:
         grant = self._grants.get(message.request)
-        if grant is None or message.claim not in grant.waiting:
+        if grant is None or message.reader not in grant.waiting.get(message.claim, ()):
             return GONE
-        readers = grant.waiting[message.claim]
-        if message.reader not in readers:
-            return GONE
-        readers.remove(message.reader)
-        if not readers:
-            self._drop_claim(grant, message.claim)
+        grant.waiting[message.claim].remove(message.reader)
+        self._end_unless_awaited(grant)
         return Held()
 
     def _renew(self, message: Renew) -> Reply:
         gone = []
         for request, claim in message.claims:
             grant = self._grants.get(request)
-            if grant is None or claim not in grant.waiting:
+            if grant is None or not grant.waiting.get(claim):
                 gone.append(claim)
             else:
-                grant.deadline = self._clock() + self.lease
+                self._prolong(grant)
         return Renewed(gone)
 
     def _release(self, message: Release) -> Reply:
         grant = self._grants.get(message.request)
-        # A claim of another consumer is not this one's to end.
-        if grant is not None and grant.nonce == message.nonce:
-            if grant.consumer is None:
-                self._end(grant)
-            elif message.claim in grant.waiting:
-                self._drop_claim(grant, message.claim)
+        if grant is not None and grant.nonce == message.nonce and self._has_room(grant, message.claim):
+            # Claims of others go on. Of this one nothing is heard any more, also if it is still on its way.
+            grant.waiting[message.claim] = set()
+            self._end_unless_awaited(grant)
         return Released()
 
-    def _drop_claim(self, grant: Grant, claim: str) -> None:
-        del grant.waiting[claim]
-        if not grant.waiting:
+    @staticmethod
+    def _has_room(grant: Grant, claim: str) -> bool:
+        return claim in grant.waiting or len(grant.waiting) < MAX_CLAIMS
+
+    def _prolong(self, grant: Grant) -> None:
+        grant.deadline = self._clock() + self.lease
+        self._grants[grant.request] = self._grants.pop(grant.request)
+
+    def _end_unless_awaited(self, grant: Grant) -> None:
+        if not any(grant.waiting.values()):
             self._end(grant)
 
     def _end(self, grant: Grant) -> None:

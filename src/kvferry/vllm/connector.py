@@ -132,10 +132,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._worker.get_transfer_results()
         return results.finished_sending, results.finished_recving
 
-    def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._worker.take_stats() if self.role is KVConnectorRole.WORKER else None
-
     # Both
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        half = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
+        return half.take_stats()
 
     def shutdown(self) -> None:
         half = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker

@@ -25,6 +25,7 @@ HISTOGRAMS = {
 }
 COUNTERS = {
     "num_failed_transfers": ("vllm:nixl_num_failed_transfers", "Loads that failed or were not vouched for"),
+    "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Prefills whose lease ended before they were loaded"),
     "num_overdue_reads": ("kvferry:num_overdue_reads", "Reads that did not end within read_timeout"),
 }
 
@@ -39,15 +40,16 @@ class TransferStats(KVConnectorStats):
 
     def record(self, outcome: Outcome) -> None:
         if outcome.failure:
-            self.data["num_failed_transfers"].append(1)
+            self.count("num_failed_transfers", 1)
             return
         self.data["transfer_duration"].append(outcome.seconds)
         self.data["post_duration"].append(outcome.post_seconds)
         self.data["bytes_transferred"].append(sum(part.bytes for part in outcome.reads))
         self.data["num_descriptors"].append(sum(part.descriptors for part in outcome.reads))
 
-    def overdue(self, reads: int) -> None:
-        self.data["num_overdue_reads"] += [1] * reads
+    def count(self, counter: str, number: int) -> None:
+        """Add to one of ``COUNTERS``."""
+        self.data[counter] += [1] * number
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {name: [] for name in (*HISTOGRAMS, *COUNTERS)}

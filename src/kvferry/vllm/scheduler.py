@@ -23,6 +23,7 @@ from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Handshake, StepMetadata
+from kvferry.vllm.metrics import TransferStats
 from kvferry.vllm.settings import SECRET_VARIABLE, Settings, read_seal
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Producer:
         self._settings = settings
         self._welcome = encode(STARTING)
         self._grants = Grants(incarnation, settings.kv_lease_duration, edges.clock)
+        self._expired_seen = 0
         self._lock = threading.Lock()
         bind = settings.side_channel_host or get_ip()
         port = settings.side_channel_port and settings.side_channel_port + parallel.data_parallel_index
@@ -124,6 +126,11 @@ class Producer:
     def take_released(self) -> list[str]:
         with self._lock:
             return self._grants.take_ended()
+
+    def take_expired(self) -> int:
+        """How many leases have run out since the last call."""
+        seen, self._expired_seen = self._expired_seen, self._grants.expired
+        return self._expired_seen - seen
 
     def close(self) -> None:
         self._listener.close()
@@ -289,6 +296,12 @@ class SchedulerHalf:
     def build_connector_meta(self) -> StepMetadata:
         orders, self._orders = self._orders, []
         return StepMetadata(orders, self._producer.take_released() if self._producer else [])
+
+    def take_stats(self) -> TransferStats | None:
+        """Statistics since the last call, None when nothing happened."""
+        stats = TransferStats()
+        stats.count("num_kv_expired_reqs", self._producer.take_expired() if self._producer else 0)
+        return None if stats.is_empty() else stats
 
     def update_connector_output(self, finished_recving: set[str] | None) -> None:
         for request_id in finished_recving or ():

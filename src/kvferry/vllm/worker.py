@@ -137,7 +137,7 @@ class WorkerHalf:
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
         if self._reader is not None:
-            self._stats.overdue(self._reader.overdue - self._overdue)
+            self._stats.count("num_overdue_reads", self._reader.overdue - self._overdue)
             self._overdue = self._reader.overdue
         if self._stats.is_empty():
             return None
