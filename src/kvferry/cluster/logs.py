@@ -14,6 +14,7 @@ _CONSEQUENCES = (
     "Failed core proc",
     "cancelled",
 )
+_MENTIONS = (" WARNING ", " INFO ", " DEBUG ")  # lines that may name an exception which nobody raised
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -26,7 +27,7 @@ def likely_cause(log: Path) -> str | None:
     """The first exception in the log that is not merely the consequence of another process' failure."""
     for line in _read_end(log):
         found = _EXCEPTION.search(line)
-        if found and not any(phrase in line for phrase in _CONSEQUENCES):
+        if found and not any(phrase in line for phrase in _CONSEQUENCES + _MENTIONS):
             return found["cause"].strip()
     return None
 
