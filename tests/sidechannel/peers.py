@@ -5,7 +5,7 @@ import threading
 
 from kvferry.protocol.authentication import Purpose, Seal
 from kvferry.protocol.messages import encode
-from kvferry.sidechannel.frames import header
+from kvferry.sidechannel.frames import cut, header
 
 TOKEN = "1" * 32
 DEADLINE_S = 10.0
@@ -43,6 +43,22 @@ def pack(message, number=0, sender=b"s" * 16, seal=None, purpose=Purpose.REQUEST
     """A whole frame; ``message`` may be bytes that are none."""
     body = message if isinstance(message, bytes) else encode(message)
     return header(seal or Seal(), purpose, sender, number, body) + body
+
+
+class Frames:
+    """Takes whole frames off a socket, which waits as long as its timeout lets it."""
+
+    def __init__(self, sock):
+        self._sock = sock
+        self._incoming = bytearray()
+
+    def next(self):
+        while (frame := cut(self._incoming, 1 << 20)) is None:
+            data = self._sock.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("closed by the peer")
+            self._incoming += data
+        return frame
 
 
 def closed_by_peer(sock):

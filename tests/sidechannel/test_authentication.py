@@ -1,5 +1,6 @@
 """The side channel with a secret, and without one: what is believed, and what is met with silence."""
 
+import contextlib
 import logging
 import socket
 import threading
@@ -10,10 +11,9 @@ from kvferry.protocol.authentication import Purpose, Seal
 from kvferry.protocol.messages import Gone, Hello, Released, Renew, encode
 from kvferry.sidechannel import server as module
 from kvferry.sidechannel.client import Client
-from kvferry.sidechannel.frames import Connection
 from kvferry.sidechannel.server import Listener
 
-from .peers import DEADLINE_S, TOKEN, Replies, ask, closed_by_peer, connect, pack
+from .peers import DEADLINE_S, TOKEN, Frames, Replies, ask, closed_by_peer, connect, pack
 
 SECRET = b"a secret of enough bytes"
 SEAL = Seal(SECRET)
@@ -75,14 +75,11 @@ def test_a_message_without_this_secrets_signature_is_met_with_silence(listen, ma
 
 def _reply(raw):
     """The next frame, None if there is none for a while."""
-    connection = Connection(raw, 1 << 20)
     raw.settimeout(SILENCE_S)
     try:
-        while (frame := connection.next_frame()) is None:
-            connection.receive()
+        return Frames(raw).next()
     except TimeoutError:
         return None
-    return frame
 
 
 def test_a_repeated_message_is_met_with_silence(listen, heard):
@@ -154,15 +151,11 @@ class FakeProducer:
 
     def _run(self, answer):
         sock, _ = self._server.accept()
-        connection = Connection(sock, 1 << 20)
         sock.settimeout(DEADLINE_S)
-        try:
+        frames = Frames(sock)
+        with sock, contextlib.suppress(OSError):
             while True:
-                connection.receive()
-                while frame := connection.next_frame():
-                    sock.sendall(answer(frame))
-        except OSError:
-            connection.close()
+                sock.sendall(answer(frames.next()))
 
     def close(self):
         self._server.close()

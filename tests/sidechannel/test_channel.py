@@ -1,6 +1,8 @@
 """Listener and client over real sockets on the loopback interface."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,7 +10,6 @@ import pytest
 
 from kvferry.errors import SideChannelError
 from kvferry.protocol.messages import Gone, Granted, Hello, Release, Released, encode
-from kvferry.sidechannel import client as module
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 
@@ -102,6 +103,40 @@ def test_the_listener_ticks_when_it_asked_to():
         listener.close()
 
 
+def test_a_tick_that_raises_is_left_alone_for_a_second_and_hinders_no_message(caplog):
+    calls = []
+
+    def tick():
+        calls.append(time.monotonic())
+        raise RuntimeError("tick")
+
+    listener, client = Listener("127.0.0.1", 0, _answer, tick), Client("test-client", tick)
+    try:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
+            client.wake()
+    finally:
+        client.close()
+        listener.close()
+    assert 4 <= len(calls) <= 6
+    assert caplog.text.count("RuntimeError: tick") == len(calls)
+
+
+def test_a_client_ticks_when_it_is_woken_and_after_replies(listener):
+    ticks = threading.Semaphore(0)
+    client = Client("test-client", ticks.release)
+    try:
+        began = time.monotonic()
+        for _ in range(10):
+            ask(client, listener.port, Hello(TOKEN))
+            client.wake()
+        assert all(ticks.acquire(timeout=DEADLINE_S) for _ in range(20))
+        assert time.monotonic() - began < DEADLINE_S / 2
+    finally:
+        client.close()
+
+
 def test_a_host_that_never_answers_costs_its_timeout_and_delays_nobody_else(listener, client):
     silent = socket.create_server(("127.0.0.1", 0))
     try:
@@ -162,25 +197,28 @@ def test_a_name_is_resolved(listener, client):
 def test_an_address_that_does_not_answer_is_followed_by_the_next_one_of_its_name(listener, client, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = server.getsockname()
-    found = [(socket.AF_INET, dead), (socket.AF_INET, ("127.0.0.1", listener.port))]
-    monkeypatch.setattr("kvferry.sidechannel.client.resolve", lambda host, port: list(found))
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", at) for at in (dead, ("127.0.0.1", listener.port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: list(found))
     assert ask(client, 1, Hello(TOKEN), host="prefill") == Gone("Hello")
 
 
 def test_a_name_server_that_hangs_delays_nobody_else(listener, client, monkeypatch):
     answered = threading.Event()
-    resolve = module.resolve
+    resolve = socket.getaddrinfo
 
-    def slow(host, port):
-        if host == "slow":
+    def slow(host, *args, **options):
+        if host.startswith("slow"):
             answered.wait(DEADLINE_S)
-        return resolve(host, port)
+        return resolve(host, *args, **options)
 
-    monkeypatch.setattr(module, "resolve", slow)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     replies = Replies()
-    client.send(("slow", listener.port), Hello(TOKEN), 0.5, replies)
+    for number in range(100):
+        client.send((f"slow{number}", listener.port), Hello(TOKEN), 1.0, replies)
     assert ask(client, listener.port, Hello(TOKEN)) == Gone("Hello")
-    assert replies.wait() == [None]
+    assert ask(client, listener.port, Hello(TOKEN), host="localhost") == Gone("Hello")
+    assert replies.got == []
+    assert replies.wait(100) == [None] * 100
     answered.set()
 
 
@@ -210,6 +248,42 @@ def test_closing_a_client_answers_what_is_pending():
         client.close()
     assert replies.wait() == [None]
     assert ask(client, 5600, Hello(TOKEN)) is None
+
+
+def test_what_is_sent_while_a_client_closes_is_answered_once(listener):
+    for _ in range(20):
+        client, replies, begun = Client("test-client"), Replies(), threading.Event()
+
+        def send(client=client, replies=replies, begun=begun):
+            for _ in range(200):
+                client.send(("127.0.0.1", listener.port), Hello(TOKEN), 60, replies)
+                begun.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert begun.wait(DEADLINE_S)
+        client.close()
+        sender.join(DEADLINE_S)
+        assert len(replies.wait(200)) == 200
+
+
+STUCK = """
+import socket, threading
+from kvferry.protocol.messages import Hello
+from kvferry.sidechannel.client import Client
+from kvferry.sidechannel.server import Listener
+asked = threading.Event()
+listener = Listener("127.0.0.1", 0, lambda _: b"", lambda: None)
+socket.getaddrinfo = lambda *_, **__: asked.set() or threading.Event().wait()
+client = Client("stuck")
+client.send(("name", 1), Hello("1" * 32), 60, print)
+asked.wait()
+"""
+
+
+def test_a_process_ends_while_a_name_server_hangs():
+    """The interpreter waits for no thread of a client that nobody closed."""
+    subprocess.run([sys.executable, "-c", STUCK], timeout=DEADLINE_S, check=True)
 
 
 def test_an_idle_client_and_listener_cost_next_to_nothing(listener, client):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from kvferry.errors import MessageError
 from kvferry.protocol.authentication import Purpose, Seal
 from kvferry.protocol.grants import Grants
-from kvferry.protocol.messages import MAX_REQUEST_BYTES, Hello, Release, Released, decode_reply, decode_request, encode
-from kvferry.sidechannel.frames import Connection, header
+from kvferry.protocol.messages import Hello, Release, Released, decode_reply, decode_request, encode
+from kvferry.sidechannel.frames import header
 from kvferry.sidechannel.server import Listener
 
-from .peers import DEADLINE_S, TOKEN, connect, pack
+from .peers import DEADLINE_S, TOKEN, Frames, connect, pack
 
 CORPUS = {path.stem: path.read_bytes() for path in sorted(Path(__file__).with_name("corpus").glob("*.msgpack"))}
 SENDER = b"f" * 16
@@ -102,14 +102,13 @@ def served():
 def _exchange(port, data):
     """Send ``data`` and then a valid frame; whether the latter was answered or the connection closed."""
     with connect(port) as raw:
-        connection = Connection(raw, MAX_REQUEST_BYTES)
+        frames = Frames(raw)
         raw.settimeout(DEADLINE_S)
         try:
             raw.sendall(data + pack(Hello(TOKEN), number=77, sender=SENDER))
             raw.shutdown(1)
-            while (frame := connection.next_frame()) is None or frame.number != 77:
-                if frame is None:
-                    connection.receive()
+            while frames.next().number != 77:
+                pass
         except (ConnectionError, MessageError):
             return False
         return True

@@ -1,4 +1,4 @@
-"""Frames on a TCP connection, and a connection that is never waited for.
+"""Frames on a TCP connection.
 
     length  4 bytes, big endian: of all that follows
     mac    32 bytes: HMAC over the rest; zeros without a secret
@@ -12,11 +12,9 @@ and no more. (ZeroMQ limits the parts of a message, not their number: one peer c
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import socket
 import struct
-from collections import deque
-from itertools import islice
 from typing import NamedTuple
 
 from kvferry.errors import MessageError
@@ -26,8 +24,6 @@ _HEADER = struct.Struct(">I32s16sQ")
 _LENGTH = struct.Struct(">I")
 
 SENDER_BYTES = 16
-CHUNK_BYTES = 1 << 16
-PARTS_AT_ONCE = 64
 
 
 class Frame(NamedTuple):
@@ -48,83 +44,32 @@ def header(seal: Seal, purpose: Purpose, sender: bytes, number: int, body: bytes
     return _HEADER.pack(_HEADER.size - _LENGTH.size + len(body), mac, sender, number)
 
 
-class Connection:
-    """A non-blocking socket with what came in and what must go out.
+def cut(incoming: bytearray, largest: int) -> Frame | None:
+    """Take the first frame off ``incoming``, None if it has not come whole; its body has at most ``largest`` bytes.
 
-    Args:
-        sock: connected, or on its way to be.
-        largest: bytes of the largest body that is taken.
+    Raises:
+        MessageError: a length that no frame has; nothing after it is one.
     """
+    if len(incoming) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(incoming)
+    limit = _HEADER.size - _LENGTH.size + largest
+    if not _HEADER.size - _LENGTH.size <= length <= limit:
+        raise MessageError(f"a frame of {length} bytes, where {limit} is the limit")
+    end = _LENGTH.size + length
+    if len(incoming) < end:
+        return None
+    _, mac, sender, number = _HEADER.unpack_from(incoming)
+    with memoryview(incoming) as view:
+        body = bytes(view[_HEADER.size : end])
+    del incoming[:end]
+    return Frame(mac, sender, number, body)
 
-    def __init__(self, sock: socket.socket, largest: int) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A peer that vanished without a word is noticed after a minute.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-            with contextlib.suppress(AttributeError):  # not every system can set them
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self.socket = sock
-        self._limit = _HEADER.size - _LENGTH.size + largest
-        self._incoming = bytearray()
-        self._outgoing: deque[memoryview] = deque()
 
-    @property
-    def partial(self) -> int:
-        """Bytes that came and are no whole frame yet, or have not been asked for."""
-        return len(self._incoming)
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        return sum(map(len, self._outgoing))
-
-    @property
-    def owes(self) -> bool:
-        return bool(self._outgoing)
-
-    def receive(self) -> None:
-        """Take what is there, up to a chunk. Raises ``OSError`` when the connection has ended."""
-        with contextlib.suppress(BlockingIOError):
-            data = self.socket.recv(CHUNK_BYTES)
-            if not data:
-                raise ConnectionResetError("closed by the peer")
-            self._incoming += data
-
-    def next_frame(self) -> Frame | None:
-        """The next whole frame. Raises ``MessageError`` for a length that no frame has: nothing after it is one."""
-        if len(self._incoming) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._incoming)
-        if not _HEADER.size - _LENGTH.size <= length <= self._limit:
-            raise MessageError(f"a frame of {length} bytes, where {self._limit} is the limit")
-        end = _LENGTH.size + length
-        if len(self._incoming) < end:
-            return None
-        _, mac, sender, number = _HEADER.unpack_from(self._incoming)
-        with memoryview(self._incoming) as view:
-            body = bytes(view[_HEADER.size : end])
-        del self._incoming[:end]
-        return Frame(mac, sender, number, body)
-
-    def send(self, *parts: bytes) -> None:
-        """Send now what can be sent, and the rest with ``flush``. Bytes are not copied. Raises ``OSError``."""
-        self._outgoing.extend(memoryview(part) for part in parts if part)
-        self.flush()
-
-    def flush(self) -> bool:
-        """Whether anything could be sent. Raises ``OSError`` when the connection has ended."""
-        progress = False
-        with contextlib.suppress(BlockingIOError):
-            while self._outgoing:
-                sent = self.socket.sendmsg(islice(self._outgoing, PARTS_AT_ONCE))
-                progress = True
-                while sent:
-                    part = self._outgoing.popleft()
-                    if sent < len(part):
-                        self._outgoing.appendleft(part[sent:])
-                    sent -= min(sent, len(part))
-        return progress
-
-    def close(self) -> None:
-        self.socket.close()
+def keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Have a peer that vanished without a word noticed after a minute."""
+    sock = transport.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

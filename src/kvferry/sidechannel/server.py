@@ -7,31 +7,25 @@ makes room that has never sent a valid message. Whoever does not get on with wha
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import resource
-import selectors
 import socket
-import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import cast
 
 from kvferry.errors import MessageError, SideChannelError
 from kvferry.protocol.authentication import Purpose, Seal
 from kvferry.protocol.messages import MAX_REQUEST_BYTES, Request, decode_request
-from kvferry.sidechannel.frames import Connection, Frame, header
-from kvferry.sidechannel.sockets import Wake, bind
+from kvferry.sidechannel.frames import Frame, cut, header, keep_alive
+from kvferry.sidechannel.loop import LoopThread, Tick
 
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[Request], bytes]
 """Gives the encoded reply to a message."""
-
-Tick = Callable[[], float | None]
-"""Called between messages; returns seconds until it wants to be called again, None for no wish."""
-
-LONGEST_WAIT_S = 1.0
 
 PATIENCE_S = 10.0
 """For a first valid message, for the rest of a message that began to come, and for a reply to be taken on."""
@@ -44,22 +38,72 @@ MAX_SENDERS = 1 << 16
 messages of the one not heard of for longest could be replayed, which then repeats what grants answer a second time
 without harm."""
 
-ACCEPTS_AT_ONCE = 64
+CHUNK_BYTES = 1 << 16
+"""Taken from one peer before the others have their turn."""
+
+BACKLOG = 4096
 
 
-class _Peer(Connection):
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on ``host``; ``*`` and ``::`` mean every address, IPv4 and IPv6.
+
+    Raises:
+        OSError, UnicodeError: that cannot be bound.
+    """
+    if host in ("*", "::") and socket.has_dualstack_ipv6():
+        server = socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    else:
+        name = "0.0.0.0" if host == "*" else host
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        server = socket.create_server(address, family=family, backlog=BACKLOG)
+    server.setblocking(False)
+    return server
+
+
+class _Peer(asyncio.BufferedProtocol):
     """A consumer's connection.
 
     Attributes:
+        incoming: what came and is no whole frame yet, or waits until the peer has taken its replies.
+        unsent: bytes that the peer has still to take, as of the last look.
         deadline: until when it must get on with what it began, None while it began nothing.
         proven: it has sent a valid message.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock, MAX_REQUEST_BYTES)
-        self.deadline: float | None = None
+    __slots__ = ("_listener", "deadline", "incoming", "proven", "transport", "unsent")
+
+    transport: asyncio.Transport
+
+    def __init__(self, listener: Listener, deadline: float) -> None:
+        self.incoming = bytearray()
+        self.unsent = 0
+        self.deadline: float | None = deadline
         self.proven = False
-        self.events = selectors.EVENT_READ
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)  # any byte left unsent pauses
+        self._listener._add(self)
+        keep_alive(transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        return self._listener._chunk
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._listener._serve(self, self._listener._chunk[:nbytes])
+
+    def pause_writing(self) -> None:
+        self.unsent = self.transport.get_write_buffer_size()
+        self.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self.unsent = 0
+        self.transport.resume_reading()
+        self._listener._serve(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._listener._drop(self)
 
 
 class Listener:
@@ -88,7 +132,6 @@ class Listener:
         patience: float = PATIENCE_S,
     ) -> None:
         self._answer = answer
-        self._tick = tick
         self._seal = seal or Seal()
         self._patience = patience
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -106,14 +149,9 @@ class Listener:
         self._strangers: OrderedDict[_Peer, None] = OrderedDict()
         self._partial = 0
         self._last_numbers: OrderedDict[bytes, int] = OrderedDict()
-        self._next_sweep = 0.0
-        self._accepting = True
-        self._wake = Wake()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._selector.register(self._server, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="kvferry-listener", daemon=True)
-        self._thread.start()
+        self._chunk = memoryview(bytearray(CHUNK_BYTES))
+        self._thread = LoopThread("kvferry-listener", tick, self._drop_all)
+        self._thread.start(self._accept(), self._sweep())
 
     @property
     def ignored(self) -> int:
@@ -127,56 +165,35 @@ class Listener:
 
     def close(self) -> None:
         """Stop answering and give the port back. Safe to call twice."""
-        if self._thread.is_alive():
-            self._wake.set()
-            self._thread.join(timeout=5)
-        for peer in self._peers:
-            peer.close()
-        self._server.close()
-        self._wake.close()
-        self._selector.close()
+        self._thread.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                for key, _ in self._selector.select(self._wait()):
-                    if key.fileobj is self._wake:
-                        return
-                    if key.fileobj is self._server:
-                        self._accept()
-                    elif key.data in self._peers:  # else another peer's message has just cost it its place
-                        self._serve(key.data)
-                self._sweep()
-            except Exception:
-                # Whatever a peer sent, the next message is answered.
-                logger.exception("the KVFerry listener goes on after an error")
+    async def _accept(self) -> None:
+        """Let peers in.
 
-    def _wait(self) -> float:
-        wish = self._tick()
-        return LONGEST_WAIT_S if wish is None else min(LONGEST_WAIT_S, max(0.0, wish))
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                sock, address = self._server.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self._make_room():
-                    self._accepting = False  # until the next sweep: the peer stays in the queue, and would wake us
-                    self._selector.unregister(self._server)
-                    return
-                continue  # that peer has left already
-            if not self._seal.admits(address[0]):
-                self._ignore(
-                    f"{address[0]} is no address of a private network, and there is no secret: set KVFERRY_SECRET or "
-                    "secret_file, or allow_public_peers"
-                )
-                sock.close()
-            elif len(self._peers) >= self._max_connections and not self._make_room():
-                sock.close()
-            else:
-                self._add(_Peer(sock))
+        asyncio's own server would let thousands in before they can be counted, and nobody for a second when the process
+        has no file left, where strangers are to make room.
+        """
+        loop = self._thread.loop
+        with self._server:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(self._server)
+                except OSError as error:
+                    full = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+                    # Else that peer has left already; a dropped one's file is closed in the loop's next turn.
+                    await asyncio.sleep(1.0 if full and not self._make_room() else 0.0)
+                    continue
+                if not self._seal.admits(address[0]):
+                    self._ignore(
+                        f"{address[0]} is no address of a private network, and there is no secret: set KVFERRY_SECRET "
+                        "or secret_file, or allow_public_peers"
+                    )
+                    sock.close()
+                elif len(self._peers) >= self._max_connections and not self._make_room():
+                    sock.close()
+                else:
+                    peer = _Peer(self, loop.time() + self._patience)
+                    await loop.connect_accepted_socket(lambda peer=peer: peer, sock)  # type: ignore[misc]
 
     def _make_room(self) -> bool:
         """Drop the oldest stranger; False if all peers are known."""
@@ -186,41 +203,38 @@ class Listener:
         return True
 
     def _add(self, peer: _Peer) -> None:
-        peer.deadline = time.monotonic() + self._patience
         self._peers.add(peer)
         self._strangers[peer] = None
-        self._selector.register(peer.socket, peer.events, peer)
 
     def _drop(self, peer: _Peer) -> None:
-        self._peers.remove(peer)
-        self._strangers.pop(peer, None)
-        self._partial -= peer.partial
-        self._selector.unregister(peer.socket)
-        peer.close()
+        if peer in self._peers:
+            self._peers.remove(peer)
+            self._strangers.pop(peer, None)
+            self._partial -= len(peer.incoming)
+            peer.transport.abort()
 
-    def _serve(self, peer: _Peer) -> None:
-        before = peer.partial
+    def _drop_all(self) -> None:
+        for peer in list(self._peers):
+            self._drop(peer)
+
+    def _serve(self, peer: _Peer, data: memoryview | bytes = b"") -> None:
+        """Answer what has come whole, while the peer takes the answers."""
+        before = len(peer.incoming)
+        peer.incoming += data
         try:
-            if not peer.owes:
-                peer.receive()
-            elif peer.flush() and peer.proven:
-                peer.deadline = None
-            while not peer.owes and (frame := peer.next_frame()):
+            while not peer.unsent and (frame := cut(peer.incoming, MAX_REQUEST_BYTES)):
                 self._handle(peer, frame)
         except MessageError as error:
             self._ignore(str(error))
-            gone = True
-        except OSError:
-            gone = True
-        else:
-            gone = False
-        self._partial += peer.partial - before
-        if gone:
-            self._drop(peer)
-            return
-        self._watch(peer)
+            peer.transport.abort()
+        finally:
+            self._partial += len(peer.incoming) - before
+        if peer.proven and not (peer.unsent or peer.incoming):
+            peer.deadline = None
+        elif peer.deadline is None:
+            peer.deadline = self._thread.loop.time() + self._patience
         if self._partial > MAX_PARTIAL_BYTES:
-            self._drop(max(self._peers, key=lambda peer: peer.partial))
+            self._drop(max(self._peers, key=lambda peer: len(peer.incoming)))
 
     def _handle(self, peer: _Peer, frame: Frame) -> None:
         if not self._is_new(frame):
@@ -237,7 +251,8 @@ class Listener:
         except Exception:
             logger.exception("the KVFerry listener could not answer a message")
             return
-        peer.send(header(self._seal, Purpose.REPLY, frame.sender, frame.number, reply), reply)
+        # In one piece: `writelines` never pauses a protocol in the first releases of 3.12 and 3.13 (CVE-2024-12254).
+        peer.transport.write(header(self._seal, Purpose.REPLY, frame.sender, frame.number, reply) + reply)
 
     def _is_new(self, frame: Frame) -> bool:
         """Whether a frame is signed, and not one that was heard before."""
@@ -255,28 +270,17 @@ class Listener:
             self._last_numbers.popitem(last=False)
         return True
 
-    def _watch(self, peer: _Peer) -> None:
-        """Wait for what the peer has to do next, and not for ever."""
-        events = selectors.EVENT_WRITE if peer.owes else selectors.EVENT_READ
-        if events != peer.events:
-            peer.events = events
-            self._selector.modify(peer.socket, events, peer)
-        if peer.deadline is None and (peer.owes or peer.partial):
-            peer.deadline = time.monotonic() + self._patience
-        elif peer.proven and not (peer.owes or peer.partial):
-            peer.deadline = None
-
-    def _sweep(self) -> None:
+    async def _sweep(self) -> None:
         """Drop who has not got on. Once a second: there may be many peers."""
-        now = time.monotonic()
-        if now < self._next_sweep:
-            return
-        self._next_sweep = now + min(1.0, self._patience)
-        for peer in [peer for peer in self._peers if peer.deadline is not None and peer.deadline <= now]:
-            self._drop(peer)
-        if not self._accepting:
-            self._accepting = True
-            self._selector.register(self._server, selectors.EVENT_READ)
+        while True:
+            await asyncio.sleep(min(1.0, self._patience))
+            now = self._thread.loop.time()
+            for peer in list(self._peers):
+                unsent = peer.transport.get_write_buffer_size() if peer.unsent else 0
+                if unsent < peer.unsent:
+                    peer.unsent, peer.deadline = unsent, now + self._patience
+                elif peer.deadline is not None and peer.deadline <= now:
+                    self._drop(peer)
 
     def _ignore(self, why: str) -> None:
         self._ignored += 1

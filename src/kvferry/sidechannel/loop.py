@@ -1,0 +1,101 @@
+"""An asyncio event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Tick = Callable[[], float | None]
+"""Called once a second or more often; returns seconds until it wants to be called again, None for no wish."""
+
+LONGEST_WAIT_S = 1.0
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Resolves each name in a daemon thread of its own.
+
+    The threads that asyncio takes for that are few, so names that hang would delay the others, and the interpreter's
+    exit waits for them.
+    """
+
+    async def getaddrinfo(self, *args: Any, **options: Any) -> Any:
+        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        found.set_running_or_notify_cancel()  # nobody can cancel it any more: the thread always may set it
+
+        def find() -> None:
+            try:
+                found.set_result(socket.getaddrinfo(*args, **options))
+            except Exception as error:
+                found.set_exception(error)
+
+        threading.Thread(target=find, name="kvferry-resolve", daemon=True).start()
+        return await asyncio.wrap_future(found)
+
+
+class LoopThread:
+    """Runs ``loop`` from ``start`` to ``close``, in a daemon thread.
+
+    Args:
+        name: of the thread.
+        tick: called on the thread. After it has raised, it is left alone for a second.
+        at_end: called on the thread at last; tasks are cancelled after it.
+    """
+
+    def __init__(self, name: str, tick: Tick, at_end: Callable[[], None]) -> None:
+        self.loop = _Loop()
+        self._tick = tick
+        self._at_end = at_end
+        self._failed = False
+        self._timer: asyncio.Handle = self.loop.call_soon(self._tick_now)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, *tasks: Coroutine[Any, Any, None]) -> None:
+        """Start the thread, with these as its first tasks."""
+        self._tasks = [self.loop.create_task(task) for task in tasks]
+        self._thread.start()
+
+    def call(self, function: Callable[..., object], *args: object) -> bool:
+        """Have a function called on the thread, from any thread, in order; False if it never will be: closed."""
+        with self._lock:  # so that nothing comes in behind the call that stops the loop
+            if not self._closed:
+                self.loop.call_soon_threadsafe(function, *args)
+            return not self._closed
+
+    def close(self) -> None:
+        """Stop, and wait for that. Safe to call twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=5)
+
+    def tick(self) -> None:
+        """Call ``tick`` now; on the thread only."""
+        if not self._failed:
+            self._tick_now()
+
+    def _tick_now(self) -> None:
+        self._timer.cancel()
+        try:
+            wish = self._tick()
+            self._failed = False
+        except Exception:
+            logger.exception("a KVFerry side channel goes on after an error")
+            wish, self._failed = None, True
+        wait = LONGEST_WAIT_S if wish is None else min(LONGEST_WAIT_S, max(0.0, wish))
+        self._timer = self.loop.call_later(wait, self._tick_now)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.get_loop().run_forever()
+            self._at_end()
