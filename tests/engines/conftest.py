@@ -48,6 +48,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "tight": lambda _: {
         "extra": ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "256", "--async-scheduling"),
         "connector_config": {"kv_lease_duration": 30},
+        "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },
 }
 SUMMARY = pytest.StashKey[str]()

@@ -116,6 +116,20 @@ def test_a_pair_that_cannot_work_computes_and_says_why_once(fleet: Fleet, source
     assert httpx.get(f"{consumer.url}/health", trust_env=False).status_code == 200
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("tight", "recompute"), ("recompute", "tight")])
+def test_engines_that_do_not_share_a_secret_compute_for_themselves(
+    fleet: Fleet, source: random.Random, prefill: str, decode: str
+) -> None:
+    producer, consumer = fleet.instances(
+        Key(KIND, "pp=2", "kv_producer", variant=prefill), Key(KIND, "tp=1", "kv_consumer", variant=decode)
+    )
+    prompt = _prompt(source)
+    earlier = len(read_transfers(consumer.transfer_log))
+    params = fleet.dispatcher.prefill(producer.url, prompt, uuid.uuid4().hex).kv_transfer_params
+    assert _outcome(fleet, consumer, prompt, params) == "right"
+    assert len(read_transfers(consumer.transfer_log)) == earlier
+
+
 def _assert_valid_parameters_are_used(fleet: Fleet, producer: Instance, consumer: Instance, prompt: list[int]) -> None:
     legs = fleet.dispatcher.both_legs(producer.url, consumer.url, prompt)
     moved = await_transfers(consumer.transfer_log, lambda t: legs.request_id in t.request, 1, 5.0)

@@ -1,4 +1,4 @@
-"""Engines with hardly any blocks, and requests of every kind: all answered as by a plain engine, nothing kept."""
+"""Engines with hardly any blocks, and a secret: requests of every kind are answered as by a plain engine."""
 
 import random
 import uuid
