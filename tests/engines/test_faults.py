@@ -240,10 +240,28 @@ def test_a_prompt_that_nobody_fetches_is_freed_at_the_end_of_its_lease(parties: 
 def test_a_request_whose_client_leaves_in_any_phase_leaves_nothing(parties: Parties, waiting_for: type) -> None:
     attempt = Attempt(parties, parties.consumers[0])
     gate = attempt.proxy.hold(waiting_for)
-    params = attempt.proxy.route(attempt.params)
-    with Dispatcher(deadline_s=2.0) as impatient, pytest.raises(DispatchError, match="did not answer"):
-        impatient.decode(attempt.consumer.url, attempt.prompt, attempt.request_id, params)
+    _give_up(attempt)
     gate.await_arrivals(1)
     attempt.proxy.open()
     assert_nothing_is_held(parties.producer, *parties.consumers, within_s=SETTLE_S)
     _assert_alive(parties.producer, *parties.consumers)
+
+
+def test_a_request_whose_client_leaves_during_the_read_leaves_nothing_once_the_read_has_ended(parties: Parties) -> None:
+    attempt = Attempt(parties, parties.consumers[0])
+    workers = family(parties.producer, WORKER)
+    send(workers, signal.SIGSTOP)
+    try:
+        _give_up(attempt)
+        await_that(lambda: _log_says(attempt.consumer, attempt.request_id, "has not ended"), 30.0, "an overdue read")
+        assert usage(attempt.consumer) > 0, "what is being written to must not be given to somebody else"
+    finally:
+        send(workers, signal.SIGCONT)
+    assert_nothing_is_held(parties.producer, *parties.consumers, within_s=SETTLE_S)
+    _assert_transfers_work(parties)
+
+
+def _give_up(attempt: Attempt) -> None:
+    params = attempt.proxy.route(attempt.params)
+    with Dispatcher(deadline_s=2.0) as impatient, pytest.raises(DispatchError, match="did not answer"):
+        impatient.decode(attempt.consumer.url, attempt.prompt, attempt.request_id, params)
