@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0005
 
+MOST_REASONS = 3
+"""Of a pair that cannot work, in a message: most of them repeat for every layer."""
+
 Ask = Callable[[Address, Request, float, Callable[[Reply | None], None]], None]
 """Send a request to an address; the callback gets the reply, or None after so many seconds."""
 
@@ -228,10 +231,9 @@ class Reader:
         try:
             self._connect(peer, incarnation, reply)
         except Exception as error:
-            logger.warning("cannot load from the producer at %s:%d: %s", *peer.address, error)
             peer.broken = True
             for active in actives:
-                self._fail(active, str(error))
+                self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
             return
         for active in actives:
             self._read(active)
@@ -243,7 +245,8 @@ class Reader:
             raise TransferError(f"handshake failed: {why}")
         reasons = check(reply.layout, self.layout)
         if reasons:
-            raise TransferError("this pair cannot work: " + "; ".join(reasons))
+            more = f"; and {len(reasons) - MOST_REASONS} more" if len(reasons) > MOST_REASONS else ""
+            raise TransferError("this pair cannot work: " + "; ".join(reasons[:MOST_REASONS]) + more)
         peer.plan = plan(reply.layout, self.me)
         for index in peer.plan.reads:
             peer.agents[index] = self._agent.connect(reply.layout.workers[index].agent)
