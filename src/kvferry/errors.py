@@ -5,6 +5,7 @@ KVFerryError
 ├── StartError          a process of the cluster did not start, or died
 │   └── PortInUseError  its port is taken
 ├── DispatchError       a request to an instance was not answered as it must be
+├── GatewayError        the gateway cannot be started as told, or must answer a client with an error
 ├── ModelError          a model could not be prepared
 ├── TransferError       the data path (NIXL) could not be set up, or a peer could not be reached through it
 ├── ParamsError         kv_transfer_params that no producer of this protocol made
@@ -34,6 +35,10 @@ class PortInUseError(StartError):
 
 class DispatchError(KVFerryError):
     """A request to an instance was not answered as it must be."""
+
+
+class GatewayError(KVFerryError):
+    """The gateway cannot be started as it was told to, or must answer a client with an error."""
 
 
 class ModelError(KVFerryError):

@@ -3,6 +3,7 @@
 import typer
 
 from kvferry.cli.demo import demo
+from kvferry.cli.gateway import EXAMPLE, gateway
 from kvferry.cli.verify import verify
 
 app = typer.Typer(
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 app.command()(verify)
 app.command()(demo)
+app.command(epilog=EXAMPLE)(gateway)
 
 
 def main() -> None:

@@ -1,0 +1,191 @@
+"""What must change in an engine's answer before the client sees it, and how several answers become one.
+
+As with requests, only what must change is taken apart; all other values stay the engine's own bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from kvferry.gateway.bodies import Body, Endpoint, encode, object_in
+from kvferry.gateway.errors import ApiError
+
+_decode = msgspec.json.Decoder(Body).decode
+_decode_list = msgspec.json.Decoder(list[Body]).decode
+
+NOTHING = Raw(b"null")
+DONE = b"data: [DONE]\n\n"
+MAX_EVENT_BYTES = 16 << 20
+_LAST_EVENTS = tuple(b"event: response." + name for name in (b"completed", b"incomplete", b"failed"))
+
+
+def answer_object(raw: bytes) -> Body:
+    """An engine's answer, taken apart at the top level.
+
+    Raises:
+        ApiError: 502, it is no JSON object.
+    """
+    try:
+        return _decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(502, "an instance answered with something that is not a JSON object") from error
+
+
+def corrected(endpoint: Endpoint, answer: Body, cached: Raw | None) -> Body:
+    """The answer as a plain engine would have given it: without transfer parameters, and with the cached tokens of the
+    prefill instance in its usage (to decode, all that was transferred counts as cached). ``cached`` is None where there
+    was no prefill leg.
+    """
+    if "kv_transfer_params" in answer:
+        answer["kv_transfer_params"] = NOTHING
+    if cached is not None and "usage" in answer:
+        answer["usage"] = _with_cached(endpoint, answer["usage"], cached)
+    return answer
+
+
+def _with_cached(endpoint: Endpoint, usage: Raw, cached: Raw) -> Raw:
+    if bytes(usage)[:1] != b"{":
+        return usage
+    fields = _decode(usage)
+    if bytes(fields.get(endpoint.cached, NOTHING)) == b"null":
+        return usage
+    return Raw(encode({**fields, endpoint.cached: cached}))
+
+
+def cached_tokens(endpoint: Endpoint, answer: Body) -> Raw:
+    """What a prefill instance's answer says was cached, as it says it."""
+    usage = bytes(answer.get("usage", NOTHING))
+    return _decode(usage).get(endpoint.cached, NOTHING) if usage[:1] == b"{" else NOTHING
+
+
+def corrected_events(endpoint: Endpoint, events: bytes, cached: Raw | None) -> bytes:
+    """The same for a piece of a stream that holds whole events."""
+    if cached is None or endpoint.cached.encode() not in events:
+        return events
+    return b"".join(_corrected_event(endpoint, event, cached) for event in events.split(b"\n\n") if event)
+
+
+def _corrected_event(endpoint: Endpoint, event: bytes, cached: Raw) -> bytes:
+    name, mark, data = event.partition(b"data: ")
+    if data[:1] != b"{":
+        return event + b"\n\n"
+    answer = _decode(data)
+    if endpoint.named_events and "response" in answer:
+        answer["response"] = Raw(encode(corrected(endpoint, _decode(answer["response"]), cached)))
+    return name + mark + encode(corrected(endpoint, answer, cached)) + b"\n\n"
+
+
+class BrokenStreamError(Exception):
+    """A stream ended, or stopped, before it was finished."""
+
+
+async def whole_events(endpoint: Endpoint, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Cut a stream at the ends of events.
+
+    Raises:
+        BrokenStreamError: it ended before its last event.
+    """
+    rest, finished = b"", False
+    async for piece in pieces:
+        rest += piece
+        cut = rest.rfind(b"\n\n") + 2
+        if cut > 1:
+            events, rest = rest[:cut], rest[cut:]
+            finished = finished or _is_last(endpoint, events)
+            yield events
+        elif len(rest) > MAX_EVENT_BYTES:
+            raise BrokenStreamError("an instance sent an event without an end")
+    if not finished:
+        raise BrokenStreamError("an instance ended its answer before it was finished")
+
+
+def _is_last(endpoint: Endpoint, events: bytes) -> bool:
+    if not endpoint.named_events:
+        return events.endswith(DONE)
+    return any(events.startswith(last) or b"\n" + last in events for last in _LAST_EVENTS)
+
+
+def error_in(events: bytes) -> dict[str, Any] | None:
+    """The error object of the first of these events, if it is one."""
+    first = events.partition(b"\n\n")[0].partition(b"data: ")[2]
+    if b'"error"' not in first[:200]:
+        return None
+    found = object_in(first)
+    error = found.get("error", found if found.get("type") == "error" else None)
+    return error if isinstance(error, dict) else None
+
+
+class Merge:
+    """Turns the answers to single prompts into the one answer to all of them.
+
+    Args:
+        request_id: of the client's request; part ``k`` went under ``part_id(request_id, k)``.
+        choices: for each prompt.
+    """
+
+    def __init__(self, request_id: str, choices: int) -> None:
+        self._request_id = request_id
+        self._choices = choices
+        self._created: Raw | None = None
+        self._usage: list[dict[str, Any]] = []
+        self._last: Body = {}
+
+    def answers(self, parts: Sequence[Body]) -> bytes:
+        """Not streamed: all at once."""
+        merged = [self._in_place(part, answer) for part, answer in enumerate(parts)]
+        choices = [choice for answer in merged for choice in _decode_list(answer["choices"])]
+        usage = _sum([object_in(answer["usage"]) for answer in merged if "usage" in answer])
+        return encode({**merged[0], "choices": choices, "usage": usage})
+
+    def events(self, part: int, events: bytes) -> bytes:
+        """Streamed: what to pass on of a piece of one part."""
+        return b"".join(self._event(part, event) for event in events.split(b"\n\n") if event)
+
+    def end(self) -> bytes:
+        """Streamed: what is left to say when all parts have ended."""
+        if not self._usage:
+            return DONE
+        return b"data: " + encode({**self._last, "usage": _sum(self._usage)}) + b"\n\n" + DONE
+
+    def _event(self, part: int, event: bytes) -> bytes:
+        data = event.removeprefix(b"data: ")
+        if data == b"[DONE]":
+            return b""
+        answer = self._in_place(part, _decode(data)) if data[:1] == b"{" else {}
+        if "usage" in answer and bytes(answer.get("choices", b"")) == b"[]":
+            self._usage.append(dict(object_in(answer["usage"])))
+            self._last = answer
+            return b""
+        return (b"data: " + encode(answer) if answer else event) + b"\n\n"
+
+    def _in_place(self, part: int, answer: Body) -> Body:
+        """An answer to one prompt with the id, time and choice numbers it has among all."""
+        if "choices" in answer:
+            choices = _decode_list(answer["choices"])
+            for choice in choices:
+                choice["index"] = Raw(encode(part * self._choices + msgspec.json.decode(choice["index"], type=int)))
+            answer["choices"] = Raw(encode(choices))
+        if "created" in answer:
+            self._created = self._created or answer["created"]
+            answer["created"] = self._created
+        if "id" in answer:
+            mine, theirs = self._request_id.encode(), part_id(self._request_id, part).encode()
+            answer["id"] = Raw(bytes(answer["id"]).replace(theirs, mine, 1))
+        return answer
+
+
+def part_id(request_id: str, part: int) -> str:
+    return f"{request_id}.{part}"
+
+
+def _sum(usages: Sequence[dict[str, Any]] | Sequence[Any]) -> dict[str, Any]:
+    """Tokens add up; what else there is comes from the last prompt, as vLLM has it."""
+    total = dict(usages[-1]) if usages else {}
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        if key in total:
+            total[key] = sum(usage.get(key) or 0 for usage in usages)
+    return total

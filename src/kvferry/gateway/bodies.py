@@ -1,0 +1,186 @@
+"""What must change in a request's body for each leg; everything else stays as the client wrote it.
+
+Only the top level of a body is taken apart. The values stay the client's own bytes, so no number is encoded anew, no
+key is dropped, and a key that stands there twice counts as the engines count it: the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from kvferry.gateway.errors import ApiError
+
+Body = dict[str, Raw]
+
+_decode = msgspec.json.Decoder(Body).decode
+_decode_list = msgspec.json.Decoder(list[Raw]).decode
+encode = msgspec.json.Encoder().encode
+
+TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
+"""Where a connector reads which other machine to talk to. Never a client's to say."""
+
+PREFILL_PARAMETERS = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
+    b'"remote_host":null,"remote_port":null}'
+)
+BYTES_PER_TOKEN = 4
+AFFINITY_BYTES = 1024
+MAX_PARTS = 256
+_NULL, _TRUE, _ONE = b"null", b"true", Raw(b"1")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What the gateway must know of one of the engines' routes.
+
+    Attributes:
+        prompt: the key of what is prefilled.
+        one_token: keys that limit the answer to a token.
+        not_for_prefill: keys that matter to an answer that is thrown away, or that do not go with one token. What the
+            prompt is made of, or could be refused for, is not among them.
+        cached: where an answer's usage says what was cached.
+        named_events: its stream is of the Responses API, whose events have names.
+    """
+
+    path: str
+    prompt: str
+    one_token: tuple[str, ...]
+    not_for_prefill: tuple[str, ...]
+    cached: str = "prompt_tokens_details"
+    named_events: bool = False
+
+
+_UNUSED = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids")
+COMPLETIONS = Endpoint("/v1/completions", "prompt", ("max_tokens",), (*_UNUSED, "echo"))
+CHAT = Endpoint("/v1/chat/completions", "messages", ("max_tokens", "max_completion_tokens"), (*_UNUSED, "echo"))
+RESPONSES = Endpoint(
+    "/v1/responses",
+    "input",
+    ("max_output_tokens",),
+    (*_UNUSED, "store", "include", "background"),
+    "input_tokens_details",
+    named_events=True,
+)
+ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES)
+
+
+def parse(raw: bytes) -> Body:
+    """A client's body without what clients may not send.
+
+    Raises:
+        ApiError: 400, it is no JSON object.
+    """
+    try:
+        raw.decode()
+        body = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not a JSON object: {error}") from None
+    for key in TRANSFER_KEYS:
+        body.pop(key, None)
+    arguments = body.get("vllm_xargs")
+    if arguments is not None:
+        # vLLM puts these where it puts the transfer parameters.
+        body["vllm_xargs"] = _without_transfer_keys(arguments)
+    return body
+
+
+def _without_transfer_keys(arguments: Raw) -> Raw:
+    try:
+        kept = _decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments  # the engine says what is wrong with it
+    return Raw(encode({key: value for key, value in kept.items() if key not in TRANSFER_KEYS}))
+
+
+def prefill_body(endpoint: Endpoint, body: Body) -> bytes:
+    """The same prompt for one token, to be held for whoever decodes."""
+    leg = {key: value for key, value in body.items() if key not in endpoint.not_for_prefill}
+    leg["stream"] = Raw(b"false")
+    leg.update(dict.fromkeys(endpoint.one_token, _ONE))
+    if "n" in leg:
+        leg["n"] = _ONE
+    if endpoint is RESPONSES:
+        leg["store"] = Raw(b"false")
+    leg["kv_transfer_params"] = PREFILL_PARAMETERS
+    return encode(leg)
+
+
+def decode_body(body: Body, parameters: Raw | None) -> bytes:
+    """The client's body with what the prefill instance answered."""
+    return encode(body if parameters is None else {**body, "kv_transfer_params": parameters})
+
+
+def whole_on_decode(endpoint: Endpoint, body: Body) -> str | None:
+    """Why one instance must do all of a request, None when it can be done in two legs."""
+    text = endpoint is COMPLETIONS
+    if _given(body, "prompt_logprobs") or (text and _given(body, "echo") and _given(body, "logprobs")):
+        return "prompt_logprobs"  # they come from computing the prompt
+    if text and (_given(body, "prompt_embeds") or integer(body.get("max_tokens")) == 0):
+        return "prompt_only"
+    if len(prompts(endpoint, body)) > MAX_PARTS:
+        return "many_prompts"
+    if _given(body, "use_beam_search"):
+        return "beam_search"
+    if endpoint is RESPONSES and (_given(body, "previous_response_id") or _given(body, "background")):
+        return "stored_response"  # its other half is in one instance's memory
+    return None
+
+
+def _given(body: Body, key: str) -> bool:
+    return bytes(body.get(key, b"")) not in (b"", _NULL, b"false")
+
+
+def streamed(body: Body) -> bool:
+    return bytes(body.get("stream", b"")) == _TRUE
+
+
+def integer(raw: Raw | None, otherwise: int | None = None) -> int | None:
+    """A value as engines read it: ``2``, ``2.0`` and ``"2"`` are all two."""
+    try:
+        return int(msgspec.json.decode(raw, type=int, strict=False)) if raw is not None else otherwise
+    except msgspec.DecodeError:
+        return otherwise
+
+
+def prompts(endpoint: Endpoint, body: Body) -> list[Raw]:
+    """The prompts of a request with several, else none."""
+    raw = bytes(body.get("prompt", b""))
+    if endpoint is not COMPLETIONS or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
+        return []
+    found = _decode_list(raw)
+    return found if len(found) > 1 else []
+
+
+def prompt_tokens(endpoint: Endpoint, body: Body) -> int:
+    """An estimate, for balancing: token ids are counted, of text four bytes make a token."""
+    raw = bytes(body.get(endpoint.prompt, b""))
+    if endpoint is COMPLETIONS and raw.lstrip(b"[ \n\t")[:1].isdigit():
+        return raw.count(b",") + 1
+    return len(raw) // BYTES_PER_TOKEN + 1
+
+
+def answer_tokens(endpoint: Endpoint, body: Body) -> int:
+    """How long the answer may become, for balancing; a guess where the client did not say."""
+    limits = (integer(body.get(key)) for key in endpoint.one_token)
+    return max(1, next((limit for limit in limits if limit), 256)) * (integer(body.get("n")) or 1)
+
+
+def affinity_key(endpoint: Endpoint, body: Body) -> bytes:
+    """Equal for prompts with an equal beginning, so that they meet the same prefix cache."""
+    head = b"".join(bytes(body[key])[:AFFINITY_BYTES] for key in ("tools", endpoint.prompt) if key in body)
+    return hashlib.blake2b(head[:AFFINITY_BYTES], digest_size=16).digest()
+
+
+def object_in(raw: bytes | Raw) -> Mapping[str, Any]:
+    """A JSON object decoded whole; empty for anything else."""
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,455 @@
+"""A stand-in for a vLLM API server: its answers have vLLM's shapes, its words are a function of the prompt, and it
+fails where it is told to.
+
+It speaks HTTP over plain asyncio streams, so that it can break off anywhere. As prefill it holds real grants and
+answers the real side channel; as decode it claims and acknowledges them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.protocol.authentication import Seal
+from kvferry.protocol.grants import Grants
+from kvferry.protocol.identity import draw
+from kvferry.protocol.messages import Ack, Claim, Granted, Offer
+from kvferry.sidechannel.server import Listener
+
+SECRET = b"a secret of the tests"
+SEAL = Seal(SECRET)
+FAULTS = (
+    "refuse",  # nothing listens
+    "400",
+    "500",
+    "503",  # with Retry-After
+    "hang",  # until the other side goes away
+    "close",  # before the first byte
+    "close after head",
+    "half",  # break off in the middle of the answer
+    "junk",  # 200 and no JSON
+    "error first",  # 200 and a stream whose first event is an error
+    "no parameters",  # of prefill: it answers and holds nothing
+)
+
+
+def error(status: int, message: str) -> bytes:
+    return json.dumps({"error": {"message": message, "type": "TestError", "param": None, "code": status}}).encode()
+
+
+@dataclass
+class Seen:
+    """A request that arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    raw: bytes
+
+
+@dataclass
+class StandIn:
+    """Started and stopped with ``async with``.
+
+    Attributes:
+        faults: one for each request to come that generates; None for a good answer.
+        tokens_before_half: streamed before it breaks off.
+        gate: where it is set, a good answer waits for it.
+        seen: what arrived and generates.
+        left: how many requests were given up by the other side before they were answered.
+        hanging: is set while a request hangs.
+    """
+
+    role: str = "plain"
+    dp: int = 1
+    ledger: dict[tuple[str, int], StandIn] = field(default_factory=dict)
+    faults: deque[str | None] = field(default_factory=deque)
+    gate: asyncio.Event | None = None
+    seen: list[Seen] = field(default_factory=list)
+    left: int = 0
+    fetched: int = 0
+    healthy: bool = True
+    extra_metrics: str = ""
+    usage: float = 0.0
+    max_tokens_default: int = 3
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    counts: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+
+    async def __aenter__(self) -> StandIn:
+        self.incarnation = draw()
+        self.grants = Grants(self.incarnation, 60.0, asyncio.get_running_loop().time)
+        self._serving: dict[asyncio.Task, socket.socket] = {}
+        self._listener = None
+        if self.role == "prefill":
+            self._listener = Listener("127.0.0.1", 0, self._answer, lambda: None, seal=SEAL)
+            self.ledger["127.0.0.1", self._listener.port] = self
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shut()
+        if self._listener:
+            self._listener.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", self.port), backlog=4096)
+        self._socket.setblocking(False)
+        self.port = self._socket.getsockname()[1]
+        self.listening = True
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    async def shut(self) -> None:
+        """As when the process dies."""
+        if not self.listening:
+            return
+        self.listening = False
+        asyncio.get_running_loop().remove_reader(self._socket)
+        serving = dict(self._serving)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        for sock in (self._socket, *serving.values()):
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            sock, _ = self._socket.accept()
+            task = asyncio.create_task(self._serve(sock))
+            self._serving[task] = sock
+            task.add_done_callback(self._serving.pop)
+
+    async def restart(self) -> None:
+        await self.shut()
+        self.incarnation = draw()
+        self.grants = Grants(self.incarnation, 60.0, asyncio.get_running_loop().time)
+        await self.open()
+
+    def _answer(self, message: Any) -> bytes:
+        from kvferry.protocol.messages import encode
+
+        return encode(self.grants.answer(message))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 22)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+                method, path, _ = head[0].split(" ")
+                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+                raw = await reader.readexactly(int(headers.get("content-length", 0)))
+                answering = asyncio.create_task(self._respond(method, path, headers, raw, writer))
+                leaving = asyncio.create_task(reader.read(1))
+                try:
+                    await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError:
+                    answering.cancel()
+                    raise
+                if not answering.done():
+                    answering.cancel()
+                    self.left += 1
+                    self.gone.set()
+                    return
+                leaving.cancel()
+                await asyncio.wait({leaving})
+                if not answering.result():
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+
+    async def _respond(
+        self, method: str, path: str, headers: dict[str, str], raw: bytes, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Whether the connection can be used again."""
+        if path == "/health":
+            return await _send(writer, 200 if self.healthy else 503, b"")
+        if path == "/metrics":
+            return await _send(writer, 200, self.metrics().encode(), "text/plain")
+        if path == "/v1/models":
+            return await _send(writer, 200, b'{"object":"list","data":[{"id":"model","object":"model"}]}')
+        if path == "/version":
+            return await _send(writer, 200, b'{"version":"0.0"}')
+        if path in ("/tokenize", "/detokenize"):
+            return await _send(writer, 200, b'{"count":1,"tokens":[1],"max_model_len":9}')
+        if path not in _SHAPES:
+            self.counts[path] += 1
+            return await _send(writer, 404, error(404, "no such route"))
+        body = json.loads(raw)
+        self.seen.append(Seen(path, headers, body, raw))
+        return await self._generate(path, headers, body, writer)
+
+    def metrics(self) -> str:
+        lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}",model_name="m"}} {self.usage}' for rank in range(self.dp)]
+        lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0')
+        lines.append(f"process_start_time_seconds {zlib.crc32(self.incarnation.encode())}.0")
+        return "\n".join(lines) + "\n" + self.extra_metrics
+
+    async def _generate(self, path: str, headers: dict[str, str], body: dict, writer: asyncio.StreamWriter) -> bool:
+        fault = self.faults.popleft() if self.faults else None
+        if fault and fault.isdigit():
+            extra = {"Retry-After": "7"} if fault in ("429", "503") else {}
+            return await _send(writer, int(fault), error(int(fault), f"told to answer {fault}"), extra=extra)
+        if fault in ("hang", "close", "refuse"):
+            if fault == "hang":
+                self.hanging.set()
+                await asyncio.Event().wait()
+            return False
+        if self.gate is not None:
+            self.hanging.set()
+            await self.gate.wait()
+        if fault == "close after head":
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n")
+            await writer.drain()
+            return False
+        if fault == "junk":
+            return await _send(writer, 200, b'{"choices": [')
+        try:
+            shape = _SHAPES[path](self, headers, body)
+        except (KeyError, TypeError, ValueError):
+            return await _send(writer, 400, error(400, "not a request"))
+        if not body.get("stream"):
+            # What breaks off in the middle of its answer has died, and its grants with it.
+            answer = json.dumps(shape.whole(hold=fault not in ("no parameters", "half"))).encode()
+            if fault == "half":
+                writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer[:20])
+                await writer.drain()
+                return False
+            return await _send(writer, 200, answer)
+        return await self._stream(shape, fault, writer)
+
+    async def _stream(self, shape: Shape, fault: str | None, writer: asyncio.StreamWriter) -> bool:
+        kind = "text/event-stream; charset=utf-8"
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        events = list(shape.events())
+        if fault == "error first":
+            events = [b"data: " + error(500, "the load failed") + b"\n\n", b"data: [DONE]\n\n"]
+        for number, event in enumerate(events):
+            if fault == "half" and number == len(events) // 2:
+                await writer.drain()
+                return False
+            if fault == "hang between" and number == 1:
+                self.hanging.set()
+                await asyncio.Event().wait()
+            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        return True
+
+    def hold(self, prompt: str, body: dict) -> dict | None:
+        """Parameters of a new grant, where the request asks for one."""
+        wanted = self.role == "prefill" and (body.get("kv_transfer_params") or {}).get("do_remote_decode") is True
+        if not wanted or self._listener is None:
+            return None
+        grant = self.grants.offer(draw(), [[1]], len(prompt) + 1)
+        offer = Offer(
+            "127.0.0.1", self._listener.port, "e", grant.request, self.incarnation, grant.nonce, grant.tokens, draw()
+        )
+        return offer.to_params(SEAL)
+
+    def fetch(self, body: dict) -> bool:
+        """Whether what the parameters name was read."""
+        parameters = body.get("kv_transfer_params") or {}
+        if self.role != "decode" or not parameters.get("do_remote_prefill"):
+            return False
+        offer = Offer.from_params(parameters, SEAL)
+        grants = self.ledger[offer.address].grants
+        claim = draw()
+        held = grants.answer(Claim(offer.incarnation, offer.request, offer.nonce, claim, self.incarnation, ["w"]))
+        if not isinstance(held, Granted):
+            return False
+        grants.answer(Ack(offer.incarnation, offer.request, claim, "w"))
+        self.fetched += 1
+        return True
+
+
+async def _send(
+    writer: asyncio.StreamWriter, status: int, body: bytes, kind: str = "application/json", extra: dict | None = None
+) -> bool:
+    lines = {"content-type": kind, "content-length": str(len(body)), **(extra or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    writer.write(f"HTTP/1.1 {status} X\r\n{head}\r\n".encode() + body)
+    await writer.drain()
+    return True
+
+
+def word(prompt: str, choice: int, step: int) -> str:
+    return f" w{zlib.crc32(f'{prompt}/{choice}/{step}'.encode()) % 1000}"
+
+
+class Shape:
+    """What all three endpoints have in common."""
+
+    prefix = ""
+    created = 1_700_000_000
+
+    def __init__(self, engine: StandIn, headers: dict[str, str], body: dict) -> None:
+        self.engine, self.body = engine, body
+        self.id = f"{self.prefix}{headers.get('x-request-id', 'none')}"
+        self.n = int(body.get("n") or 1)
+        self.prompts = self._prompts()
+        limit = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
+        self.limit = limit or engine.max_tokens_default
+        if not isinstance(self.limit, int) or not 0 < self.limit <= 1000 or not 0 < self.n <= 100:
+            raise ValueError
+        self.remote = engine.fetch(body)
+
+    def _prompts(self) -> list[str]:
+        return [json.dumps(self.body.get("messages") or self.body.get("input"))]
+
+    def words(self, prompt: str, choice: int) -> list[str]:
+        return [word(prompt, choice, step) for step in range(self.limit)]
+
+    def prompt_tokens(self, prompt: str) -> int:
+        return len(prompt) // 4 + 1
+
+    def usage(self) -> dict[str, Any]:
+        tokens = [self.prompt_tokens(prompt) for prompt in self.prompts]
+        made = self.limit * self.n * len(self.prompts)
+        cached = tokens[-1] if self.remote else tokens[-1] // 2
+        return {
+            "prompt_tokens": sum(tokens),
+            "total_tokens": sum(tokens) + made,
+            "completion_tokens": made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def choices(self) -> Iterator[tuple[int, list[str]]]:
+        for at, prompt in enumerate(self.prompts):
+            for choice in range(self.n):
+                yield at * self.n + choice, self.words(prompt, choice)
+
+    def envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.get("model")}
+
+    def whole(self, hold: bool) -> dict[str, Any]:
+        parameters = self.engine.hold(self.prompts[0], self.body) if hold else None
+        answer = {**self.envelope(self.kind), "choices": [self.choice(*one) for one in self.choices()]}
+        return {**answer, "usage": self.usage(), "kv_transfer_params": parameters, "temperature_seen": self._echoed()}
+
+    def _echoed(self) -> Any:
+        return self.body.get("temperature")
+
+    kind = chunk_kind = ""
+
+    def choice(self, index: int, words: list[str]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, index: int, words: list[str], step: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def events(self) -> Iterator[bytes]:
+        options = self.body.get("stream_options") or {}
+        for index, words in self.choices():
+            for step in range(len(words)):
+                chunk = {**self.envelope(self.chunk_kind), "choices": [self.delta(index, words, step)]}
+                yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        if options.get("include_usage"):
+            chunk = {**self.envelope(self.chunk_kind), "choices": [], "usage": self.usage()}
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+
+class Completions(Shape):
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
+
+    def _prompts(self) -> list[str]:
+        prompt = self.body["prompt"]
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        return [json.dumps(one) for one in (prompt if several else [prompt])]
+
+    def choice(self, index: int, words: list[str]) -> dict[str, Any]:
+        text = "".join(words)
+        if self.body.get("echo"):
+            text = self.prompts[index // self.n] + text
+        logprobs = {"token_logprobs": [-0.1] * len(words)} if self.body.get("logprobs") else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": "length"}
+
+    def delta(self, index: int, words: list[str], step: int) -> dict[str, Any]:
+        return {"index": index, "text": words[step], "finish_reason": "length" if step == len(words) - 1 else None}
+
+
+class Chat(Shape):
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def words(self, prompt: str, choice: int) -> list[str]:
+        if (self.body.get("response_format") or {}).get("type") == "json_schema":
+            return ['{"answer":', ' "yes"}']
+        return super().words(prompt, choice)
+
+    def choice(self, index: int, words: list[str]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(words)}
+        if self.body.get("tools"):
+            call = {"name": self.body["tools"][0]["function"]["name"], "arguments": '{"city": "Paris"}'}
+            message["tool_calls"] = [{"id": "call_1", "type": "function", "function": call}]
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": "stop"}
+
+    def delta(self, index: int, words: list[str], step: int) -> dict[str, Any]:
+        delta = {"content": words[step], **({"role": "assistant"} if step == 0 else {})}
+        return {"index": index, "delta": delta, "finish_reason": "stop" if step == len(words) - 1 else None}
+
+
+class Responses(Shape):
+    prefix = "resp_"
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def response(self, status: str, parameters: Any = None) -> dict[str, Any]:
+        text = {"type": "output_text", "text": "".join(self.words(self.prompts[0], 0)), "annotations": []}
+        message = {"id": "msg_1", "type": "message", "role": "assistant", "status": status, "content": [text]}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "model": self.body.get("model"),
+            "output": [message] if status == "completed" else [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": self.usage() if status == "completed" else None,
+            "kv_transfer_params": parameters,
+        }
+
+    def whole(self, hold: bool) -> dict[str, Any]:
+        return self.response("completed", self.engine.hold(self.prompts[0], self.body) if hold else None)
+
+    def events(self) -> Iterator[bytes]:
+        def event(kind: str, **fields: Any) -> bytes:
+            return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+        yield event("response.created", sequence_number=0, response=self.response("in_progress"))
+        for step, piece in enumerate(self.words(self.prompts[0], 0)):
+            place = {"item_id": "msg_1", "output_index": 0, "content_index": 0, "logprobs": []}
+            yield event("response.output_text.delta", sequence_number=step + 1, delta=piece, **place)
+        yield event("response.completed", sequence_number=99, response=self.response("completed"))
+
+
+_SHAPES: dict[str, type[Shape]] = {
+    "/v1/completions": Completions,
+    "/v1/chat/completions": Chat,
+    "/v1/responses": Responses,
+}
