@@ -62,3 +62,4 @@ def test_without_a_command_the_commands_are_listed() -> None:
     assert result.exit_code == 0
     assert "verify" in result.stdout
     assert "demo" in result.stdout
+    assert "plan" in result.stdout

@@ -14,7 +14,7 @@ from .stage import run, stage
 EVERYTHING = ["--exclude-path", "/admin/add"]
 """An instance that was added would be probed, wherever it is."""
 RUNS = [
-    pytest.param("coverage", ["--include-path-regex", "^/(v1/completions|ready)$"], id="some"),
+    pytest.param("coverage", ["--include-path-regex", "^/ready$"], id="some"),
     pytest.param("coverage,fuzzing", EVERYTHING, id="everything", marks=[pytest.mark.heavy, pytest.mark.timeout(1200)]),
 ]
 ENGINES_PART = "negative_data_rejection,positive_data_acceptance"

@@ -4,6 +4,7 @@ import typer
 
 from kvferry.cli.demo import demo
 from kvferry.cli.gateway import EXAMPLE, gateway
+from kvferry.cli.plan import plan
 from kvferry.cli.verify import verify
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.command()(verify)
 app.command()(demo)
 app.command(epilog=EXAMPLE)(gateway)
+app.command()(plan)
 
 
 def main() -> None:

@@ -131,6 +131,15 @@ def read_model_config(model: Path) -> dict[str, Any]:
         raise SpecError(f"there is no model directory {model}")
     if not path.is_file():
         raise SpecError(f"{model} is not a model directory: it has no config.json")
+    return read_config_file(path)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The text part of a ``config.json``.
+
+    Raises:
+        SpecError: the file is unreadable or holds something else.
+    """
     try:
         config = json.loads(path.read_text())
         return dict(config.get("text_config") or config)
@@ -144,21 +153,25 @@ def check_layout(layout: Layout, config: dict[str, Any]) -> None:
     Raises:
         SpecError: the model cannot be split that way; the text gives every reason.
     """
-    if reasons := [*_tensor_reasons(layout, config), *_pipeline_reasons(layout, config)]:
+    if reasons := layout_reasons(layout, config):
         raise SpecError(f"{layout} does not fit the model: {'; '.join(reasons)}")
+
+
+def layout_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
+    """Every reason why the model cannot be split that way; empty when it can."""
+    return [*_tensor_reasons(layout, config), *_pipeline_reasons(layout, config)]
 
 
 def _tensor_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
     heads = config.get("num_attention_heads")
     if not isinstance(heads, int):
         return []
-    if heads % layout.tp:
-        return [f"{heads} attention heads cannot be split over tp={layout.tp}"]
+    reasons = [f"{heads} attention heads cannot be split over tp={layout.tp}"] if heads % layout.tp else []
     # A latent cache (MLA) has one head, which every rank holds whole.
     kv_heads = 1 if config.get("kv_lora_rank") else config.get("num_key_value_heads") or heads
-    if kv_heads % layout.tp and layout.tp % kv_heads:
-        return [f"{kv_heads} KV heads cannot be split over, or repeated on, tp={layout.tp}"]
-    return []
+    if kv_heads != heads and kv_heads % layout.tp and layout.tp % kv_heads:
+        reasons.append(f"{kv_heads} KV heads cannot be split over, or repeated on, tp={layout.tp}")
+    return reasons
 
 
 def _pipeline_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:

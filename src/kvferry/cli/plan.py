@@ -1,0 +1,208 @@
+"""``kvferry plan``: what a pair of layouts would do, from the model's config.json alone."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import BAD_INPUT, err, out, reported_errors
+from kvferry.cli.grouping import grouped, inclusive, numbered
+from kvferry.cli.picture import picture_format, save_picture
+from kvferry.cli.units import amount, duration
+from kvferry.cluster.blueprint import DTYPES
+from kvferry.cluster.pairing import Link, Plan, Question, Side, Totals, measured_link, report
+from kvferry.cluster.spec import Layout, read_config_file, read_model_config
+from kvferry.errors import SpecError
+
+TOKENS_LIMIT = 10_000_000
+BLOCK_LIMIT = 4096
+ASSUMED_GBPS = 100.0
+
+
+def plan(
+    model: Annotated[Path, typer.Argument(help="Model directory, or a config.json; no weights are needed.")],
+    prefill: Annotated[
+        str, typer.Option(help="Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1.")
+    ],
+    decode: Annotated[str, typer.Option(help="Layout of the decode side.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 6000,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV cache block.")] = 16,
+    dtype: Annotated[str, typer.Option(help=f"Of weights and KV cache: {', '.join(DTYPES)}.")] = "bfloat16",
+    gbps: Annotated[
+        float | None,
+        typer.Option(help=f"Link speed of one worker in 1e9 bits per second; {ASSUMED_GBPS:g} if not known."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Take the link speed from a log that KVFERRY_TRANSFER_LOG made.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON: every read, all numbers in bytes.")] = False,
+    picture: Annotated[
+        list[Path] | None, typer.Option(help="Draw who reads what from whom: a .svg or .png file; may be repeated.")
+    ] = None,
+) -> None:
+    """Say whether a pair of layouts works, what each rank holds, who reads what from whom, and how long it takes.
+
+    Nothing is started. Exit code 2 if the pair cannot work, with every reason.
+
+    Example:
+
+    kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8 --picture reads.svg --picture reads.png
+    """
+    with reported_errors():
+        question = _question(tokens, block_size, dtype, gbps, measured)
+        for path in picture or ():
+            picture_format(path)
+        answer = report(_config(model), Layout.parse(prefill), Layout.parse(decode), question)
+        for path in picture or ():
+            if answer.plan:
+                save_picture(answer.plan, _name(model), path)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    elif answer.plan:
+        _show(answer.plan, _name(model))
+    for reason in answer.reasons:
+        err.print(f"kvferry: this pair cannot work: {reason}", markup=False)
+    if not answer.works:
+        raise typer.Exit(BAD_INPUT)
+
+
+def _question(tokens: int, block_size: int, dtype: str, gbps: float | None, measured: Path | None) -> Question:
+    for option, value, limit in (("--tokens", tokens, TOKENS_LIMIT), ("--block-size", block_size, BLOCK_LIMIT)):
+        if not 1 <= value <= limit:
+            raise SpecError(f"{option} {value} must be between 1 and {limit}")
+    if dtype not in DTYPES:
+        raise SpecError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    return Question(tokens, block_size, dtype, _link(gbps, measured))
+
+
+def _link(gbps: float | None, measured: Path | None) -> Link:
+    if gbps is not None and measured is not None:
+        raise SpecError("--gbps and --measured both give a link speed; name one")
+    if measured is not None:
+        return measured_link(measured)
+    if gbps is None:
+        return Link(ASSUMED_GBPS, "assumed")
+    if not (math.isfinite(gbps) and gbps > 0):
+        raise SpecError(f"--gbps {gbps:g} is not a positive number")
+    return Link(gbps, "given")
+
+
+def _config(model: Path) -> dict[str, Any]:
+    if model.is_file():
+        return read_config_file(model)
+    return read_model_config(model)
+
+
+def _name(model: Path) -> str:
+    path = model.resolve()
+    return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
+
+
+def _show(planned: Plan, name: str) -> None:
+    out.print(f"[green]This pair works:[/green] {planned.prefill.layout}  ->  {planned.decode.layout}")
+    out.print(
+        f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
+        f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens"
+    )
+    out.print(_memory_table(planned.prefill, planned.decode, name))
+    out.print(_reads_table(planned))
+    for line in _totals_lines(planned):
+        out.print(line, markup=False)
+    out.print(_alternatives_table(planned))
+    for note in planned.notes:
+        out.print(f"[dim]Note: {note}.[/dim]")
+
+
+def _memory_table(prefill: Side, decode: Side, name: str) -> Table:
+    table = _table(f"memory of each rank ({name})", "instance", "ranks", "layers", "weights", "KV/token", "KV/prompt")
+    for role, side in (("prefill", prefill), ("decode", decode)):
+        for stage in side.stages:
+            table.add_row(
+                role,
+                f"pp{stage.pp} {numbered('tp', 0, side.tp)}",
+                inclusive(stage.layers),
+                amount(stage.weights_bytes),
+                f"{stage.kv_bytes_per_token:,}",
+                amount(stage.kv_bytes_per_prompt),
+            )
+    return table
+
+
+def _reads_table(planned: Plan) -> Table:
+    title = "who reads what from whom"
+    table = _table(title, "decode", "prefill", "layers", "heads", "reads each", "bytes/token each")
+    for group in grouped(planned.reads):
+        table.add_row(
+            group.readers,
+            group.producers,
+            inclusive(group.layers),
+            inclusive(group.heads),
+            str(group.reads_each),
+            f"{group.bytes_per_token_each:,}",
+        )
+    return table
+
+
+def _totals_lines(planned: Plan) -> list[str]:
+    totals = planned.totals
+    copies = totals.moved_bytes // planned.kv_bytes_per_prompt
+    replicas = "" if copies == 1 else f", {copies} times the prompt's: ranks that share a KV head each read it"
+    lines = [
+        f"Per prompt: {totals.readers:,} decode workers read {amount(totals.moved_bytes)}{replicas}.",
+        f"Descriptors: {totals.descriptors.contiguous:,} if blocks are contiguous, "
+        f"{totals.descriptors.scattered:,} if they are scattered.",
+        f"Time: {duration(totals.seconds)} for {amount(totals.busiest_link_bytes)} on the busiest worker "
+        f"at {planned.link.gbps:.4g} Gbit/s ({planned.link.source}).",
+    ]
+    if planned.prefill.dp > 1 or planned.decode.dp > 1:
+        cores = f"{planned.prefill.dp} prefill and {planned.decode.dp} decode engine cores (dp)"
+        lines.append(f"Of {cores} each prompt takes one and one; all cores of a side are alike.")
+    return lines
+
+
+def _alternatives_table(planned: Plan) -> Table | str:
+    better = [other for other in planned.alternatives if min(_changes(other.totals, planned.totals)) < 0]
+    if not better:
+        return "No decode layout one step away on as many cards saves anything."
+    title = "other decode layouts on as many cards, per prompt"
+    columns = ("workers", "moved", "descriptors", "time", "KV/rank", "weights/rank")
+    table = _table(title, "decode", *columns)
+    for other in better:
+        table.add_row(_short(other.decode), *map(_change, _changes(other.totals, planned.totals)))
+    return table
+
+
+def _short(layout: str) -> str:
+    """A layout without its sizes of 1."""
+    return ",".join(part for part in layout.split(",") if not part.endswith("=1")) or layout
+
+
+def _changes(new: Totals, old: Totals) -> list[int]:
+    """Percent by which each figure changes, negative where it saves; descriptors of scattered blocks."""
+    return [round(100 * (after / before - 1)) for after, before in zip(_costs(new), _costs(old), strict=True)]
+
+
+def _costs(totals: Totals) -> tuple[float, ...]:
+    return (
+        totals.readers,
+        totals.moved_bytes,
+        totals.descriptors.scattered,
+        totals.seconds,
+        totals.kv_bytes_per_rank,
+        totals.weights_bytes_per_rank,
+    )
+
+
+def _change(percent: int) -> str:
+    return f"[{'green' if percent < 0 else 'red'}]{percent:+}%[/]" if percent else "same"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    texts = ("instance", "ranks", "layers", "decode", "prefill", "heads")
+    for column in columns:
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column in texts)
+    return table
