@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -266,3 +267,23 @@ def test_a_dead_producer_does_not_delay_a_living_one(parties):
     consumer.reader.submit(alive.order("alive"))
     assert consumer.outcomes.get(timeout=DEADLINE_S).order.request == "alive"
     assert consumer.outcomes.get(timeout=DEADLINE_S).failure
+
+
+def test_a_look_at_reads_under_way_comes_back_however_short_its_wait():
+    """SimpleQueue's does not on CPython 3.11: a load was stuck until the next one came."""
+    agent = SimpleNamespace(register=lambda _: None, metadata=lambda: b"")
+    shards = _make_shards(_make_memory(lambda index: index * 0))
+    layout = EngineLayout(draw(), 1, 1, 0, FINGERPRINT, (WorkerShards(0, 0, shards),))
+    reader = Reader(layout=layout, make_agent=lambda: agent, ask=None, on_outcome=None)
+    reader.open()
+
+    def look():
+        for _ in range(20_000):
+            reader.turn(2e-6)
+            reader._inbox.put(lambda: None)
+            reader.turn(None)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()

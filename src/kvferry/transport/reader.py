@@ -127,7 +127,9 @@ class Reader:
     on_start: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     overdue: int = field(default=0, init=False)
-    _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    # Not a SimpleQueue: in CPython 3.11 its get() with a timeout can wait for ever, when the thread is not run for
+    # longer than that timeout between two looks at the clock.
+    _inbox: queue.Queue[Callable[[], None] | None] = field(default_factory=queue.Queue)
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _reading: list[_Active] = field(default_factory=list)
     _agent: Agent | None = None
