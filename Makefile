@@ -49,7 +49,7 @@ check: venv  ## Lint, format and types
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
-test: check  ## The everyday tests, real engines included (aimed at 20 minutes on 2 cores)
+test: check  ## The everyday tests, real engines included (about half an hour on 2 cores)
 	@$(PY) -m pytest -m 'not heavy'
 
 test-all: check  ## Every test, the whole square of layouts included (hours on 2 cores)
