@@ -63,8 +63,8 @@ class Outcome:
 class Deadlines:
     """Seconds: for a producer's description, for a read, for the answer to an acknowledgement.
 
-    A read cannot be taken back, so one that is overdue goes on holding its blocks; it is only said, and its producer is
-    met anew by whoever comes next.
+    A read cannot be taken back, so one that is overdue goes on holding its blocks. It is said, and until it ends
+    nothing more is read from its producer: what comes meanwhile fails after the handshake's deadline.
     """
 
     handshake: float = 10.0

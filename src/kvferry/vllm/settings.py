@@ -35,8 +35,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         hold_timeout: seconds a claimed prefill may wait for blocks at the decode side before it is given back and the
             prompt computed there.
         handshake_timeout: seconds a worker waits for a producer's description of itself.
-        read_timeout: seconds after which a read that has not ended is called overdue: it is logged and counted, its
-            producer is met anew, and its blocks stay held until it does end.
+        read_timeout: seconds after which a read that has not ended is called overdue: it is logged and counted, nothing
+            more is read from its producer meanwhile, and its blocks stay held until it does end.
         ack_timeout: seconds a worker waits for the producer's word that what it read was still held.
         nixl_progress_delay_us: pause of NIXL's progress thread, in microseconds; 0 spins one core per worker.
         backends: the NIXL plugin to use (one).
