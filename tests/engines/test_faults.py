@@ -53,6 +53,9 @@ class Parties:
         return self.proxies[-1]
 
     def close(self) -> None:
+        """Undo what a test that failed has left: held messages, and stopped processes that the next one would meet."""
+        for instance in (self.producer, *self.consumers):
+            send(family(instance), signal.SIGCONT)
         for proxy in self.proxies:
             proxy.close()
         self.pool.shutdown()
@@ -130,21 +133,22 @@ def _log_says(instance: Instance, *words: str) -> bool:
 
 
 def _in_every_phase(parties: Parties) -> list[tuple[Attempt, "Future[Completion]"]]:
-    """For each consumer four requests: before its claim, before it knows of its grant, reading, before its ack."""
-    workers = family(parties.producer, WORKER)
-    read, unread = [], []
+    """For each consumer four requests: before its ack, before it knows of its grant, reading, before its claim.
+
+    What was prefilled is kept for one lease only, so each prompt is prefilled right before its decode leg.
+    """
+    under_way: list[tuple[Attempt, Future[Completion]]] = []
     for consumer in parties.consumers:
-        attempts = [Attempt(parties, consumer) for _ in range(4)]
-        read.append((attempts[0], attempts[0].decode_until(Ack)))
-        unread.append(attempts[1:])
-    under_way = list(read)
-    send(workers, signal.SIGSTOP)  # over TCP a read needs the worker it reads from
-    for reading, *_ in unread:
-        under_way.append((reading, reading.decode()))
-        await_that(lambda a=reading: _log_says(a.consumer, a.request_id, "has not ended"), 30.0, "an overdue read")
-    for _, claiming, granted in unread:
-        under_way.append((claiming, claiming.decode_until(Claim)))
-        under_way.append((granted, granted.decode_until(Granted)))
+        for kind in (Ack, Granted):
+            attempt = Attempt(parties, consumer)
+            under_way.append((attempt, attempt.decode_until(kind)))
+    reading = [Attempt(parties, consumer) for consumer in parties.consumers]
+    claiming = [Attempt(parties, consumer) for consumer in parties.consumers]
+    send(family(parties.producer, WORKER), signal.SIGSTOP)  # over TCP a read needs the worker it reads from
+    under_way += [(attempt, attempt.decode()) for attempt in reading]
+    under_way += [(attempt, attempt.decode_until(Claim)) for attempt in claiming]
+    for attempt in reading:
+        await_that(lambda a=attempt: _log_says(a.consumer, a.request_id, "has not ended"), 30.0, "an overdue read")
     return under_way
 
 
