@@ -162,7 +162,8 @@ class Fleet:
         log = self.directory / f"{name}.jsonl"
         port, side_channel_port = free_ports(2)
         spec = InstanceSpec(name, tiny(key.kind), layout, port, key.role, kv_cache_bytes=CACHE_BYTES)
-        spec = logging_transfers(replace(spec, **VARIANTS[key.variant](side_channel_port)), log)
+        spec = replace(spec, **VARIANTS[key.variant](side_channel_port))
+        spec = logging_transfers(replace(spec, extra=("--enable-prompt-tokens-details", *spec.extra)), log)
         return Instance(spec, log, self.supervisor)
 
     def _warm_up(self, spec: InstanceSpec) -> None:

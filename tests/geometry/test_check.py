@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.geometry import EngineLayout, Span, check
+from kvferry.geometry import EngineLayout, Span, check, compatibility
 
 from .layouts import FINGERPRINT, make_engine, with_shards
 
@@ -26,6 +26,7 @@ def test_any_two_layouts_of_one_model_work() -> None:
     """Sizes that do not divide, uneven stages and replicas are no reason to refuse."""
     engines = [make_engine(tp, stages, 6) for tp in (1, 2, 3, 4, 8) for stages in ((5,), (1, 4), (2, 2, 1))]
     assert not [reason for one in engines for other in engines for reason in check(one, other)]
+    assert len({compatibility(engine) for engine in engines}) == 1
 
 
 def test_unequal_blocks_work_where_tokens_are_separable() -> None:
@@ -33,6 +34,7 @@ def test_unequal_blocks_work_where_tokens_are_separable() -> None:
     one = make_engine(2, (2,), block_tokens=16, num_blocks=8)
     other = make_engine(1, (2,), block_tokens=24, num_blocks=30, split=2)
     assert check(one, other) == check(other, one) == []
+    assert compatibility(one) == compatibility(other)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ def test_engines_of_different_kind_are_refused(changes: dict[str, Any], words: t
     """A different model, protocol or vLLM is named with both values."""
     other = replace(make_engine(1, (1,)), fingerprint=replace(FINGERPRINT, **changes))
     _assert_only_reason(check(make_engine(1, (1,)), other), *words)
+    assert compatibility(make_engine(1, (1,))) != compatibility(other)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +66,9 @@ def test_engines_of_different_kind_are_refused(changes: dict[str, Any], words: t
 def test_shards_of_different_make_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     """What a cell is and how it is packed must be the same; the reason names the layer and both values."""
     one = make_engine(1, (1,))
-    _assert_only_reason(check(one, with_shards(one, **changes)), "model.layers.0", *words)
+    other = with_shards(one, **changes)
+    _assert_only_reason(check(one, other), "model.layers.0", *words)
+    assert compatibility(one) != compatibility(other)
 
 
 @pytest.mark.parametrize("changes", [{"block_tokens": 8}, {"split": 2}, {"block_tokens": 8, "split": 2}], ids=str)
@@ -71,6 +76,7 @@ def test_unequal_blocks_are_refused_where_tokens_are_not_separable(changes: dict
     """Opaque slabs of different size cannot be paired, nor can blocks that are split differently."""
     one, other = make_engine(1, (1,), opaque=True), make_engine(1, (1,), opaque=True, **changes)
     _assert_only_reason(check(one, other), "--block-size", "plain")
+    assert compatibility(one) != compatibility(other)
 
 
 def test_missing_layer_is_refused() -> None:

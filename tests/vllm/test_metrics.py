@@ -53,6 +53,23 @@ def test_statistics_survive_the_way_to_the_api_server():
 
 
 def test_metrics_carry_the_names_of_vllms_nixl_connector():
+    text = _exported(_make_stats(DONE, FAILED))
+    assert 'vllm:nixl_bytes_transferred_sum{engine="1"} 2.097152e+06' in text
+    assert 'vllm:nixl_num_failed_transfers_total{engine="1"} 1.0' in text
+    for name, *_ in (*HISTOGRAMS.values(), *COUNTERS.values()):
+        assert name in text
+
+
+def test_metrics_tell_which_engines_can_load_from_each_other():
+    stats = TransferStats()
+    stats.describe("c0ffee")
+    assert not stats.is_empty()
+    text = _exported(TransferStats(stats.to_dict()))
+    assert 'kvferry:layout_info{engine="1",fingerprint="c0ffee"} 1.0' in text
+
+
+def _exported(stats):
+    """The text of ``/metrics`` once the second of two engines has reported."""
     registry = CollectorRegistry()
 
     def bound(cls):
@@ -63,9 +80,5 @@ def test_metrics_carry_the_names_of_vllms_nixl_connector():
 
     types = {Gauge: bound(Gauge), Counter: bound(Counter), Histogram: bound(Histogram)}
     metrics = TransferMetrics(Config(), types, ["engine"], {0: ["0"], 1: ["1"]})
-    metrics.observe(_make_stats(DONE, FAILED).data, engine_idx=1)
-    text = generate_latest(registry).decode()
-    assert 'vllm:nixl_bytes_transferred_sum{engine="1"} 2.097152e+06' in text
-    assert 'vllm:nixl_num_failed_transfers_total{engine="1"} 1.0' in text
-    for name, *_ in (*HISTOGRAMS.values(), *COUNTERS.values()):
-        assert name in text
+    metrics.observe(stats.data, engine_idx=1)
+    return generate_latest(registry).decode()

@@ -99,6 +99,15 @@ def engine_environment(spec: InstanceSpec, base: Mapping[str, str], cpu: bool = 
     return {**environment, **spec.environment}
 
 
+def gateway_command(prefill: Sequence[str], decode: Sequence[str], port: int, options: Sequence[str] = ()) -> list[str]:
+    """The argument vector of the gateway in front of prefill and decode instances, given by their URLs."""
+    command = [sys.executable, "-m", "kvferry", "gateway", "--port", str(port), *options]
+    for flag, urls in (("--prefill", prefill), ("--decode", decode)):
+        for url in urls:
+            command += [flag, url]
+    return command
+
+
 def router_command(
     prefill: Sequence[str], decode: Sequence[str], port: int, metrics_port: int, binary: str = "vllm-router"
 ) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cluster.commands import engine_command, engine_environment, router_command
+from kvferry.cluster.commands import engine_command, engine_environment, gateway_command, router_command
 from kvferry.cluster.ports import require_free
 from kvferry.cluster.spec import InstanceSpec
 from kvferry.cluster.supervisor import Progress, Supervisor
@@ -17,6 +17,7 @@ from kvferry.errors import StartError
 START_DEADLINE_S = 300.0
 ROUTER_DEADLINE_S = 60.0
 ROUTER = "vllm-router"
+GATEWAY = "gateway"
 
 
 def start_instances(
@@ -56,6 +57,28 @@ def start_router(
     supervisor.start(ROUTER, command, _router_environment(os.environ))
     url = f"http://127.0.0.1:{ports[0]}"
     supervisor.wait_ready({ROUTER: f"{url}/health"}, ROUTER_DEADLINE_S, progress)
+    return url
+
+
+def start_gateway(
+    supervisor: Supervisor,
+    prefill: Sequence[InstanceSpec],
+    decode: Sequence[InstanceSpec],
+    port: int,
+    progress: Progress,
+    options: Sequence[str] = (),
+) -> str:
+    """Start the gateway in front of ready instances, with further options of ``kvferry gateway``; returns its URL.
+
+    Raises:
+        PortInUseError: the port is taken.
+        StartError: it did not start.
+    """
+    require_free(port)
+    command = gateway_command([spec.url for spec in prefill], [spec.url for spec in decode], port, options)
+    supervisor.start(GATEWAY, command, os.environ)
+    url = f"http://127.0.0.1:{port}"
+    supervisor.wait_ready({GATEWAY: f"{url}/ready"}, ROUTER_DEADLINE_S, progress)
     return url
 
 

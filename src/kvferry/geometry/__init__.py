@@ -3,7 +3,7 @@
 Pure data and functions; numpy is the only dependency.
 """
 
-from kvferry.geometry.check import check
+from kvferry.geometry.check import check, compatibility
 from kvferry.geometry.descriptors import Descriptors, descriptors
 from kvferry.geometry.layout import NULL_BLOCK, EngineLayout, Fingerprint, LayerShard, WorkerShards, memory_regions
 from kvferry.geometry.plan import Piece, ReadPlan, plan
@@ -20,6 +20,7 @@ __all__ = [
     "Span",
     "WorkerShards",
     "check",
+    "compatibility",
     "descriptors",
     "heads_of_rank",
     "memory_regions",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 from kvferry.geometry.layout import EngineLayout, LayerShard
 from kvferry.geometry.span import Span
+
+COMPARED = ("kind", "total_heads", "cell_bytes", "dtype", "packing", "opaque")
+"""What must be equal in all shards of a layer."""
 
 
 def check(producer: EngineLayout, consumer: EngineLayout) -> list[str]:
@@ -23,6 +27,24 @@ def check(producer: EngineLayout, consumer: EngineLayout) -> list[str]:
         for _, shard in mine:
             reasons += _shards(theirs, shard)
     return list(dict.fromkeys(reasons))
+
+
+def compatibility(engine: EngineLayout) -> str:
+    """A digest that two whole engines share exactly when ``check`` finds nothing about them that differs.
+
+    Parallel sizes, block counts, addresses and, where tokens are separable, block sizes are not in it: engines that
+    differ in those can read each other.
+    """
+    layers = {
+        (layer, *(getattr(shard, what) for what in COMPARED), *(_block_tokens(shard) if shard.opaque else ()))
+        for layer, holders in engine.holders().items()
+        for _, shard in holders
+    }
+    return hashlib.blake2b(repr((engine.fingerprint, sorted(layers))).encode(), digest_size=8).hexdigest()
+
+
+def _block_tokens(shard: LayerShard) -> tuple[int, int]:
+    return shard.manager_block_tokens, shard.block_tokens
 
 
 def _fingerprints(producer: EngineLayout, consumer: EngineLayout) -> Iterator[str]:
@@ -45,12 +67,12 @@ def _shards(theirs: list[LayerShard], mine: LayerShard) -> Iterator[str]:
 
 
 def _shard(theirs: LayerShard, mine: LayerShard) -> Iterator[str]:
-    for what in ("kind", "total_heads", "cell_bytes", "dtype", "packing", "opaque"):
+    for what in COMPARED:
         there, here = getattr(theirs, what), getattr(mine, what)
         if there != here:
             yield f"{mine.layer}: {what} differs: {there} at the producer, {here} at the consumer"
     there, here = theirs.manager_block_tokens, mine.manager_block_tokens
-    if mine.opaque and (there, theirs.block_tokens) != (here, mine.block_tokens):
+    if mine.opaque and _block_tokens(theirs) != _block_tokens(mine):
         yield (
             f"{mine.layer}: blocks of {there} and {here} tokens cannot be paired, "
             f"{mine.packing} does not store tokens separably; use one --block-size on both sides"

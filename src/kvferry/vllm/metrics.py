@@ -28,14 +28,19 @@ COUNTERS = {
     "num_kv_expired_reqs": ("vllm:nixl_num_kv_expired_reqs", "Prefills whose lease ended before they were loaded"),
     "num_overdue_reads": ("kvferry:num_overdue_reads", "Reads that did not end within read_timeout"),
 }
+LAYOUT = "layout"
+LAYOUT_INFO = "kvferry:layout_info"
 
 
 class TransferStats(KVConnectorStats):
-    """Observations of one interval: a list per name, one entry per load and worker."""
+    """Observations of one interval: a list per name, one entry per load and worker.
+
+    ``LAYOUT`` is not an observation but said once: what the engine's KV cache is compatible with.
+    """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data or {})
-        for name in (*HISTOGRAMS, *COUNTERS):
+        for name in (*HISTOGRAMS, *COUNTERS, LAYOUT):
             self.data.setdefault(name, [])
 
     def record(self, outcome: Outcome) -> None:
@@ -51,8 +56,12 @@ class TransferStats(KVConnectorStats):
         """Add to one of ``COUNTERS``."""
         self.data[counter] += [1] * number
 
+    def describe(self, compatibility: str) -> None:
+        """Say what ``kvferry.geometry.compatibility`` says of the engine."""
+        self.data[LAYOUT] = [compatibility]
+
     def reset(self) -> None:
-        self.data: dict[str, Any] = {name: [] for name in (*HISTOGRAMS, *COUNTERS)}
+        self.data: dict[str, Any] = {name: [] for name in (*HISTOGRAMS, *COUNTERS, LAYOUT)}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, values in other.data.items():
@@ -93,10 +102,19 @@ class TransferMetrics(KVConnectorPromMetrics):
             )
         for key, (name, text) in COUNTERS.items():
             self._metrics[key] = self._counter_cls(name=name, documentation=text, labelnames=labelnames)
+        self._layout = self._gauge_cls(
+            name=LAYOUT_INFO,
+            documentation="Engines with one fingerprint can load from each other",
+            labelnames=[*labelnames, "fingerprint"],
+            multiprocess_mode="mostrecent",
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for key, values in transfer_stats_data.items():
+        for fingerprint in transfer_stats_data.get(LAYOUT, ()):
+            self._layout.labels(*labels, fingerprint).set(1)
+        for key in (*HISTOGRAMS, *COUNTERS):
+            values = transfer_stats_data.get(key, ())
             metric = self._metrics[key].labels(*labels)
             record = metric.inc if key in COUNTERS else metric.observe
             for value in values:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from kvferry.errors import ParamsError
-from kvferry.geometry import EngineLayout, Span
+from kvferry.geometry import EngineLayout, Span, compatibility
 from kvferry.protocol.authentication import Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
@@ -257,6 +257,7 @@ class SchedulerHalf:
         self._settings = settings
         self._incarnation = draw()
         self._orders: list[Order] = []
+        self._unsaid: str | None = None
         transfer = config.kv_transfer_config
         self._producer = Producer(config, settings, self._incarnation, edges) if transfer.is_kv_producer else None
         parts = (config, settings, self._seal, self._incarnation, edges)
@@ -265,19 +266,20 @@ class SchedulerHalf:
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""
         workers = [value.worker for _, value in sorted(handshakes.items()) if isinstance(value, Handshake)]
-        if not workers or self._producer is None:
+        if not workers:
             return
         parallel = self._config.parallel_config
-        self._producer.describe(
-            EngineLayout(
-                incarnation=self._incarnation,
-                tp=parallel.tensor_parallel_size,
-                pp=parallel.pipeline_parallel_size,
-                dp_rank=parallel.data_parallel_index,
-                fingerprint=fingerprint(self._config, self._settings.model_id),
-                workers=tuple(workers),
-            )
+        layout = EngineLayout(
+            incarnation=self._incarnation,
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            dp_rank=parallel.data_parallel_index,
+            fingerprint=fingerprint(self._config, self._settings.model_id),
+            workers=tuple(workers),
         )
+        self._unsaid = compatibility(layout)
+        if self._producer:
+            self._producer.describe(layout)
 
     def on_new_request(self, request: EngineRequest) -> None:
         params = request.kv_transfer_params
@@ -301,6 +303,9 @@ class SchedulerHalf:
         """Statistics since the last call, None when nothing happened."""
         stats = TransferStats()
         stats.count("num_kv_expired_reqs", self._producer.take_expired() if self._producer else 0)
+        if self._unsaid:
+            stats.describe(self._unsaid)
+            self._unsaid = None
         return None if stats.is_empty() else stats
 
     def update_connector_output(self, finished_recving: set[str] | None) -> None:
