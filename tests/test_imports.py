@@ -26,6 +26,7 @@ LEVELS = (
     {"vllm", "gateway"},
     {"cluster"},
     {"cli", "bench"},
+    {"__main__"},
 )
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 MODULES = sorted(SOURCE.rglob("*.py"))
