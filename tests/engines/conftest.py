@@ -46,7 +46,10 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fail": lambda port: _faults("fail", port),
     "small-blocks": lambda port: _faults("recompute", port, "--block-size", "64"),
     "tight": lambda _: {
-        "extra": ("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "256", "--async-scheduling"),
+        "extra": (
+            *("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "256", "--async-scheduling"),
+            "--no-scheduler-reserve-full-isl",  # else no prefill starts that may have to be preempted
+        ),
         "connector_config": {"kv_lease_duration": 30},
         "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },

@@ -125,7 +125,7 @@ def test_what_the_prompt_is_made_of_reaches_prefill():
         (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "stored_response"),
         (RESPONSES, {"input": "a", "background": True}, "stored_response"),
         (COMPLETIONS, {"prompt": "a", "echo": True, "prompt_logprobs": None, "use_beam_search": False}, None),
-        (CHAT, {"messages": [], "echo": True, "logprobs": True}, None),
+        (CHAT, {"messages": [], "echo": True}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": ["a"] * 256}, None),
     ],
 )

@@ -51,9 +51,13 @@ def _with_cached(endpoint: Endpoint, usage: Raw, cached: Raw) -> Raw:
     if bytes(usage)[:1] != b"{":
         return usage
     fields = _decode(usage)
-    if bytes(fields.get(endpoint.cached, NOTHING)) == b"null":
+    theirs = fields.get(endpoint.cached, NOTHING)
+    if bytes(theirs)[:1] != b"{" or bytes(cached)[:1] != b"{":
         return usage
-    return Raw(encode({**fields, endpoint.cached: cached}))
+    # A stream leaves out what is null, an answer at once does not.
+    said = _decode(theirs)
+    details = {key: value for key, value in _decode(cached).items() if key in said or bytes(value) != b"null"}
+    return Raw(encode({**fields, endpoint.cached: Raw(encode(details))}))
 
 
 def cached_tokens(endpoint: Endpoint, answer: Body) -> Raw:

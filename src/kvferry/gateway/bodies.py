@@ -119,7 +119,9 @@ def decode_body(body: Body, parameters: Raw | None) -> bytes:
 def whole_on_decode(endpoint: Endpoint, body: Body) -> str | None:
     """Why one instance must do all of a request, None when it can be done in two legs."""
     text = endpoint is COMPLETIONS
-    if _given(body, "prompt_logprobs") or (text and _given(body, "echo") and _given(body, "logprobs")):
+    # To vLLM a chat's echo means log probabilities of the prompt, whether or not any are asked for.
+    echoed = _given(body, "echo") and (endpoint is CHAT or (text and _given(body, "logprobs")))
+    if _given(body, "prompt_logprobs") or echoed:
         return "prompt_logprobs"  # they come from computing the prompt
     if text and (_given(body, "prompt_embeds") or integer(body.get("max_tokens")) == 0):
         return "prompt_only"
