@@ -19,7 +19,7 @@ from kvferry.cluster.tiny import tiny
 
 MOST_WORKERS = 8  # alive at once; about 10 GB with the processes around them
 CACHE_BYTES = 32 << 20  # small, so that a test can make an engine reuse its blocks
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0  # a start beside a load takes many times as long
 DEADLINES = {
     "kv_lease_duration": 10,
     "claim_timeout": 10,

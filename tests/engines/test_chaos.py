@@ -47,6 +47,7 @@ class Chaos:
     source: random.Random
     strikes: Counter[str] = field(default_factory=Counter)
     _end: threading.Event = field(default_factory=threading.Event)
+    _striking: threading.Condition = field(default_factory=threading.Condition)
     _restarts: dict[str, "Future[None]"] = field(default_factory=dict)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4))
 
@@ -66,8 +67,15 @@ class Chaos:
     def kills(self) -> int:
         return sum(number for how, number in self.strikes.items() if how != "stop")
 
+    def await_strike(self) -> None:
+        """Until the next one begins."""
+        with self._striking:
+            self._striking.wait(2 * STRIKE_EVERY_S)
+
     def _run(self) -> None:
         while not self._end.wait(STRIKE_EVERY_S):
+            with self._striking:
+                self._striking.notify_all()
             up = [victim for victim in self.victims if self._is_up(victim)]
             # One at a time is dead, so that what is told apart is a failure from an outage.
             ways = [WORKER, ENGINE_CORE, API_SERVER, "stop"] if len(up) == len(self.victims) else ["stop"]
@@ -109,6 +117,8 @@ def _load(chaos: Chaos, requests: int, one: Callable[[int], str]) -> Counter[str
         outcomes: Counter[str] = Counter()
         while (number := next(numbers)) < requests or (chaos.kills < KILLS and time.monotonic() < end):
             outcomes[one(number % requests)] += 1
+            if number >= requests:
+                chaos.await_strike()  # a load without pause would starve the engine that is starting
         return outcomes
 
     with chaos, ThreadPoolExecutor(CONCURRENCY) as pool:

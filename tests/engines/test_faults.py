@@ -18,7 +18,7 @@ from kvferry.errors import DispatchError
 from kvferry.protocol.messages import Ack, Claim, Granted, Renew
 
 from .conftest import DEADLINES, Fleet, Instance, Key
-from .processes import API_SERVER, ENGINE_CORE, WORKER, family, send
+from .processes import ENGINE_CORE, WORKER, family, send
 from .proxy import Proxy
 from .waiting import assert_nothing_is_held, await_that, usage
 
@@ -29,6 +29,7 @@ PROMPT_TOKENS = 300
 LEASE_S = DEADLINES["kv_lease_duration"]
 SETTLE_S = LEASE_S + 5.0
 ANSWER_S = 90.0
+WHOLE_INSTANCE = ""  # every title has that in it
 
 
 @dataclass
@@ -152,13 +153,16 @@ def _in_every_phase(parties: Parties) -> list[tuple[Attempt, "Future[Completion]
     return under_way
 
 
-@pytest.mark.parametrize("victim", [WORKER, ENGINE_CORE, API_SERVER])
+@pytest.mark.parametrize(
+    "victim", [WORKER, ENGINE_CORE, WHOLE_INSTANCE], ids=["worker", "engine core", "whole instance"]
+)
 def test_a_killed_producer_costs_a_recomputation_or_an_honest_error_in_every_phase(
     parties: Parties, victim: str
 ) -> None:
     old = Attempt(parties, parties.consumers[0])
     under_way = _in_every_phase(parties)
-    send(family(parties.producer, victim)[:1], signal.SIGKILL)
+    victims = family(parties.producer, victim)
+    send(victims if victim == WHOLE_INSTANCE else victims[:1], signal.SIGKILL)
     for attempt, _ in under_way:
         attempt.proxy.open()
     verdicts = {attempt.request_id: _judge(attempt, answer) for attempt, answer in under_way}
