@@ -380,7 +380,7 @@ def test_a_decode_is_only_given_what_it_can_read():
         async with stage(prefill=2, decode=1) as s:
             for engine, fingerprint in zip((*s.prefill, *s.decode), "aba", strict=True):
                 engine.extra_metrics = f'kvferry:layout_info{{fingerprint="{fingerprint}"}} 1.0\n'
-            await s.settled(lambda: all(one.fingerprint for one in s.gateway.fleet.instances.values()))
+            await s.settled(lambda: all(one.report.fingerprint for one in s.gateway.fleet.instances.values()))
             for number in range(8):
                 assert (await s.post(TEXT, _body(prompt=f"{number}"))).status == 200
             assert len(s.prefill[0].seen) == 8
