@@ -66,7 +66,7 @@ def test_an_instance_is_used_only_while_it_is_well():
     assert not fleet.usable(Role.DECODE)
     instance.reached(Report())
     assert fleet.usable(Role.DECODE)
-    instance.lost()
+    instance.missed()
     assert not fleet.usable(Role.DECODE)
 
 

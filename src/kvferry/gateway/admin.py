@@ -52,7 +52,7 @@ def described(fleet: Fleet) -> list[dict[str, object]]:
             "role": one.spec.role,
             "up": one.up,
             "draining": one.draining,
-            "requests": one.requests,
+            "requests": sum(rank.requests for rank in one.ranks),
             "ranks": [{"rank": rank.index, "usable": rank.usable, "requests": rank.requests} for rank in one.ranks],
         }
         for one in fleet.instances.values()

@@ -19,7 +19,6 @@ _decode_list = msgspec.json.Decoder(list[Body]).decode
 NOTHING = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES = 16 << 20
-_LAST_EVENTS = tuple(b"event: response." + name for name in (b"completed", b"incomplete", b"failed"))
 
 
 class BrokenAnswerError(Exception):
@@ -68,18 +67,12 @@ async def whole_events(endpoint: Endpoint, pieces: AsyncIterator[bytes]) -> Asyn
         cut = rest.rfind(b"\n\n") + 2
         if cut > 1:
             events, rest = rest[:cut], rest[cut:]
-            finished = finished or _is_last(endpoint, events)
+            finished = finished or endpoint.last_event.search(events) is not None
             yield events
         elif len(rest) > MAX_EVENT_BYTES:
             raise BrokenAnswerError("sent an event without an end")
     if not finished:
         raise BrokenAnswerError("ended its answer before it was finished")
-
-
-def _is_last(endpoint: Endpoint, events: bytes) -> bool:
-    if not endpoint.named_events:
-        return events.endswith(DONE)
-    return any(events.startswith(last) or b"\n" + last in events for last in _LAST_EVENTS)
 
 
 def error_in(events: bytes) -> dict[str, Any] | None:
@@ -107,7 +100,6 @@ class Merge:
         self._several = len(cached) > 1
         self._created: Raw | None = None
         self._usage: list[Body] = []
-        self._last: Body = {}
 
     def answers(self, parts: Sequence[Body]) -> bytes:
         """Not streamed: all at once."""
@@ -125,10 +117,9 @@ class Merge:
 
     def end(self) -> bytes:
         """Streamed: what is left to say when all parts have ended."""
-        if not self._several:
-            return b""
-        usage = {**self._last, "usage": _sum(self._usage)}
-        return (b"data: " + encode(usage) + b"\n\n" if self._usage else b"") + DONE
+        if not self._several or not self._usage:
+            return DONE if self._several else b""
+        return b"data: " + encode({**self._usage[-1], "usage": _sum(self._usage)}) + b"\n\n" + DONE
 
     def _event(self, part: int, event: bytes) -> bytes:
         name, mark, data = event.partition(b"data: ")
@@ -140,7 +131,6 @@ class Merge:
         answer = self._in_place(part, answer)
         if self._several and "usage" in answer and bytes(answer.get("choices", b"")) == b"[]":
             self._usage.append(answer)
-            self._last = answer
             return b""
         return name + mark + encode(answer) + b"\n\n"
 

@@ -71,8 +71,8 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings, strategy: Strategy) -> AsyncIterator[Gateway]:
-    """A gateway that knows its instances before it takes a request.
+async def _running(settings: Settings, strategy: Strategy, app: Starlette) -> AsyncIterator[None]:
+    """The gateway knows its instances before it takes a request.
 
     Raises:
         GatewayError: a file with keys or the secret cannot be used.
@@ -91,11 +91,11 @@ async def running(settings: Settings, strategy: Strategy) -> AsyncIterator[Gatew
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as probes,
     ):
         dispatcher = Dispatcher(settings, fleet, session, metrics, releaser.release, strategy)
-        gateway = Gateway(settings, fleet, metrics, session, dispatcher)
+        app.state.gateway = Gateway(settings, fleet, metrics, session, dispatcher)
         await fleet.probe(probes)
         watching = asyncio.create_task(fleet.watch(probes, lambda: admin.load(fleet, settings.shared_file)))
         try:
-            yield gateway
+            yield
         finally:
             watching.cancel()
             releaser.close()
@@ -125,24 +125,24 @@ class Generate:
         try:
             gateway.authorize(exchange.headers, gateway.client_keys)
             raw = await exchange.body_within(gateway.settings.max_body_bytes)
-            with contextlib.ExitStack() as resources:
-                async with exchange.attended():
-                    await self._serve(gateway, exchange, raw, resources)
+            with exchange.resources:
+                async with asyncio.timeout(None) as attention:
+                    exchange.resources.callback(asyncio.create_task(exchange.watch(attention)).cancel)
+                    await self._serve(gateway, exchange, raw)
         except ApiError as error:
             await error.response()(scope, receive, exchange.send)
-        except ClientDisconnect:
+        except (ClientDisconnect, TimeoutError):  # nothing else lets a time-out come this far
             exchange.status = CLIENT_GONE
         finally:
             exchange.account(gateway.metrics)
 
-    async def _serve(self, gateway: Gateway, exchange: Exchange, raw: bytes, resources: contextlib.ExitStack) -> None:
+    async def _serve(self, gateway: Gateway, exchange: Exchange, raw: bytes) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(400, "the content type must be application/json")
         body = bodies.parse(raw)
-        jobs = self._jobs(gateway, exchange, body, resources)
-        exchange.trails = [job.trail for job in jobs]
+        exchange.jobs = self._jobs(gateway, exchange, body)
         # A status is sent when every prompt has its first token, so no prompt can belie it later.
-        opened = await together([gateway.dispatcher.open(job) for job in jobs])
+        opened = await together([gateway.dispatcher.open(job) for job in exchange.jobs])
         choices = max(1, bodies.integer(body.get("n")) or 1)
         merge = Merge(self.endpoint, exchange.request_id, choices, [one.cached for one in opened])
         whole = [one.whole for one in opened if one.whole is not None]
@@ -153,18 +153,16 @@ class Generate:
         else:
             await self._stream(exchange, opened, merge)
 
-    def _jobs(self, gateway: Gateway, exchange: Exchange, body: Body, resources: contextlib.ExitStack) -> list[Job]:
+    def _jobs(self, gateway: Gateway, exchange: Exchange, body: Body) -> list[Job]:
         """One for each prompt."""
         plain = bodies.whole_on_decode(self.endpoint, body)
         prompts = [] if plain else bodies.prompts(self.endpoint, body)
+        parts = [(part_id(exchange.request_id, part), {"prompt": prompt}) for part, prompt in enumerate(prompts)]
         headers = gateway.engine_headers(exchange)
         deadline = asyncio.get_running_loop().time() + gateway.settings.deadline
-        if not prompts:
-            return [Job(self.endpoint, body, headers, deadline, resources, plain)]
-        ids = [part_id(exchange.request_id, part) for part in range(len(prompts))]
         return [
-            Job(self.endpoint, {**body, "prompt": prompt}, {**headers, "X-Request-Id": name}, deadline, resources)
-            for name, prompt in zip(ids, prompts, strict=True)
+            Job(self.endpoint, body | part, headers | {"X-Request-Id": name}, deadline, exchange.resources, plain)
+            for name, part in parts or [(exchange.request_id, {})]
         ]
 
     async def _stream(self, exchange: Exchange, opened: Sequence[Opened], merge: Merge) -> None:
@@ -256,13 +254,8 @@ def _routes() -> list[BaseRoute]:
 
 def create_app(settings: Settings, strategy: Strategy | None = None) -> Starlette:
     """The gateway as an ASGI application; ``GatewayError`` from its start for files that cannot be used."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with running(settings, strategy or PrefillFirst()) as app.state.gateway:
-            yield
-
     handlers: Any = {ApiError: _on_error, HTTPException: _on_error, Exception: _on_error}
+    lifespan = functools.partial(_running, settings, strategy or PrefillFirst())
     app = Starlette(routes=_routes(), lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ class Endpoint:
         one_token: keys that limit the answer to a token.
         not_for_prefill: keys that matter to an answer that is thrown away, or that do not go with one token. What the
             prompt is made of, or could be refused for, is not among them.
+        last_event: without it a stream is not finished.
         cached: where an answer's usage says what was cached.
         named_events: its stream is of the Responses API, whose events have names.
     """
@@ -53,6 +55,7 @@ class Endpoint:
     prompt: str
     one_token: tuple[str, ...]
     not_for_prefill: tuple[str, ...]
+    last_event: re.Pattern[bytes] = re.compile(rb"data: \[DONE\]\n\n\Z")
     cached: str = "prompt_tokens_details"
     named_events: bool = False
 
@@ -65,6 +68,7 @@ RESPONSES = Endpoint(
     "input",
     ("max_output_tokens",),
     (*_UNUSED, "store", "include", "background"),
+    re.compile(rb"^event: response\.(?:completed|incomplete|failed)\b", re.MULTILINE),
     "input_tokens_details",
     named_events=True,
 )

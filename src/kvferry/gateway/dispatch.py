@@ -46,21 +46,6 @@ def failure(error: Exception, retry: bool = False) -> ApiError:
 
 
 @dataclass
-class Trail:
-    """What became of a job, for its line in the access log."""
-
-    prefill: str = "-"
-    decode: str = "-"
-    plain: str = "-"
-    retries: int = 0
-    prefill_s: float = 0.0
-
-    def __str__(self) -> str:
-        legs = f"prefill={self.prefill} decode={self.decode} plain={self.plain} retries={self.retries}"
-        return f"{legs} prefill_ms={1e3 * self.prefill_s:.1f}"
-
-
-@dataclass
 class Job:
     """One prompt to be answered.
 
@@ -69,6 +54,7 @@ class Job:
         deadline: for the first byte of its answer, on the event loop's clock.
         resources: what must be closed when the answer has ended, or has lost its client.
         plain: why it goes to decode alone; None for both legs.
+        prefill, decode, alone, retries, prefill_s: what became of it.
         tried: ranks that failed it.
     """
 
@@ -78,8 +64,17 @@ class Job:
     deadline: float
     resources: contextlib.ExitStack
     plain: str | None = None
-    trail: Trail = field(default_factory=Trail)
+    prefill: str = "-"
+    decode: str = "-"
+    alone: str = "-"
+    retries: int = 0
+    prefill_s: float = 0.0
     tried: set[Rank] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        """For the access log."""
+        legs = f"prefill={self.prefill} decode={self.decode} plain={self.alone} retries={self.retries}"
+        return f"{legs} prefill_ms={1e3 * self.prefill_s:.1f}"
 
     @property
     def prompt(self) -> bytes:
@@ -201,7 +196,7 @@ class Dispatcher:
                 others = [rank for rank in usable if rank not in job.tried] if error.elsewhere else usable
                 if not (error.retry and others and attempt < self.settings.attempts and self._budget.spend()):
                     raise
-            job.trail.retries += 1
+            job.retries += 1
             self.metrics.retries(role).inc()
             await asyncio.sleep(self.settings.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             attempt += 1
@@ -217,23 +212,20 @@ class Dispatcher:
         key = bodies.affinity_key(job.endpoint, job.body)
         rank = self._balancers[role].choose(candidates, key, candidates[0].cost(tokens))
         job.tried.add(rank)
-        setattr(job.trail, role, rank.name)
+        setattr(job, role, rank.name)
         url = rank.instance.spec.url
         try:
             yield rank
-        except ApiError as error:
-            self.metrics.legs(role, url, str(error.status)).inc()
-            if error.status >= 500:
-                rank.breaker.failed()
-            else:
+        except (ApiError, *BROKEN) as error:
+            told = error if isinstance(error, ApiError) else failure(error, retry=True)
+            self.metrics.legs(role, url, str(told.status) if told is error else "failed").inc()
+            if told.status < 500:
                 rank.breaker.reset()
-            raise
-        except BROKEN as error:
-            self.metrics.legs(role, url, "failed").inc()
-            rank.breaker.failed()
+            else:
+                rank.breaker.failed()
             if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
-                rank.instance.lost()
-            raise failure(error, retry=True) from None
+                rank.instance.missed()
+            raise told from None
         self.metrics.legs(role, url, "200").inc()
         rank.breaker.reset()
         rank.instance.answered()
@@ -255,20 +247,19 @@ class Dispatcher:
         Raises:
             ApiError: the request was refused, or no instance could do it.
         """
-        reason = job.plain or ("short_prompt" if self._is_short(job) else "no_parameters")
-        if reason == "no_parameters":
+        reason = job.plain or ("short_prompt" if self._is_short(job) else None)
+        if reason is None:
             try:
-                grant = await self._tried(Role.PREFILL, job, lambda: self._prefill(job))
+                if (grant := await self._tried(Role.PREFILL, job, lambda: self._prefill(job))) is not None:
+                    return grant
+                reason = "no_parameters"
             except ApiError as error:
                 if not error.retry or error.status == 429 or not self.settings.plain_decode:
                     error.retry = False
                     raise
                 reason = "prefill_failed"
-            else:
-                if grant is not None:
-                    return grant
         # Decode has to prefill this prompt; never silently.
-        job.trail.plain = reason
+        job.alone = reason
         self.metrics.plain(reason).inc()
         return None
 
@@ -286,8 +277,8 @@ class Dispatcher:
             body = bodies.prefill_body(job.endpoint, job.body)
             response = await self._post(rank, job, body, self._prefill_timeout)
             answer = answer_object(await response.read())
-        job.trail.prefill_s = time.perf_counter() - started
-        self.metrics.prefill.observe(job.trail.prefill_s)
+        job.prefill_s = time.perf_counter() - started
+        self.metrics.prefill.observe(job.prefill_s)
         parameters = answer.get("kv_transfer_params")
         if parameters is None or bytes(parameters)[:1] != b"{":
             return None

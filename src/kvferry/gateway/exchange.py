@@ -8,12 +8,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from kvferry.gateway.dispatch import Trail
+from kvferry.gateway.dispatch import Job
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.metrics import Metrics
 
@@ -32,7 +32,8 @@ class Exchange(Request):
 
     Attributes:
         request_id: the client's own where it can be used, for both legs, the log and the answer.
-        trails: what became of each of its jobs.
+        jobs: what the legs are sent for.
+        resources: closed when it has ended.
         status: what the client was told; 0 until then.
         broken: the answer ended with an error after its first byte.
     """
@@ -41,16 +42,16 @@ class Exchange(Request):
         super().__init__(scope, receive, send)
         given = self.headers.get("x-request-id", "")
         self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        self.trails: list[Trail] = []
+        self.jobs: list[Job] = []
+        self.resources = contextlib.ExitStack()
         self.status, self.broken = 0, False
         self._started, self._first_s = time.perf_counter(), 0.0
 
     def for_engines(self, names: Sequence[str]) -> dict[str, str]:
         """What the engines get of the client's headers, ``names`` and a trace; what is not named they never see."""
-        traced = TRACE_PARENT.fullmatch(self.headers.get("traceparent", ""))
-        kept = {
-            name: self.headers[name] for name in (*names, *(TRACE_HEADERS if traced else ())) if name in self.headers
-        }
+        if TRACE_PARENT.fullmatch(self.headers.get("traceparent", "")):
+            names = (*names, *TRACE_HEADERS)
+        kept = {name: self.headers[name] for name in names if name in self.headers}
         return {**kept, "Content-Type": "application/json", "X-Request-Id": self.request_id}
 
     async def body_within(self, limit: int) -> bytes:
@@ -68,26 +69,8 @@ class Exchange(Request):
                 raise ApiError(413, f"the body is longer than {limit} bytes")
         return b"".join(parts)
 
-    @contextlib.asynccontextmanager
-    async def attended(self) -> AsyncIterator[None]:
-        """What runs inside is cancelled as soon as the client goes away.
-
-        Raises:
-            ClientDisconnect: it did.
-        """
-        try:
-            async with asyncio.timeout(None) as attention:
-                watcher = asyncio.create_task(self._watch(attention))
-                try:
-                    yield
-                finally:
-                    watcher.cancel()
-        except TimeoutError:
-            if attention.expired():
-                raise ClientDisconnect from None
-            raise
-
-    async def _watch(self, attention: asyncio.Timeout) -> None:
+    async def watch(self, attention: asyncio.Timeout) -> None:
+        """Lets the time of ``attention`` run out as soon as the client goes away."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
         attention.reschedule(0)  # a moment long past
@@ -116,5 +99,5 @@ class Exchange(Request):
         if access.isEnabledFor(logging.INFO):
             status = f"status={self.status}{' broken' if self.broken else ''}"
             times = f"first_ms={1e3 * self._first_s:.1f} whole_ms={1e3 * whole_s:.1f}"
-            trails = " ".join(map(str, self.trails))
-            access.info("id=%s %s %s %s %s %s", self.request_id, self.method, path, status, times, trails)
+            jobs = " ".join(map(str, self.jobs))
+            access.info("id=%s %s %s %s %s %s", self.request_id, self.method, path, status, times, jobs)

@@ -163,10 +163,6 @@ class Instance:
     def __post_init__(self) -> None:
         self._resize(self.spec.dp or 1)
 
-    @property
-    def requests(self) -> int:
-        return sum(rank.requests for rank in self.ranks)
-
     def reached(self, report: Report) -> None:
         """It is healthy and says this of itself."""
         if report.incarnation != self.report.incarnation:
@@ -183,15 +179,13 @@ class Instance:
         """A request was answered; what answers requests is not lost, however slow it is to answer probes."""
         self._misses = 0
 
-    def missed(self, limit: int) -> None:
-        """A probe failed; an instance that is only slow to answer is not lost before the ``limit``-th in a row."""
+    def missed(self, limit: int = 1) -> None:
+        """It was asked in vain; the ``limit``-th time in a row it is lost until a probe succeeds. One that is only slow to
+        answer has more tries than one that accepts no connection, or says that it is not well.
+        """
         self._misses += 1
         if self._misses >= limit:
-            self.lost()
-
-    def lost(self) -> None:
-        """It accepts no connection, or says it is not well; the next probe that succeeds brings it back."""
-        self._set_up(False)
+            self._set_up(False)
 
     def _set_up(self, up: bool) -> None:
         if up != self.up:
@@ -214,7 +208,7 @@ class Instance:
             async with asyncio.timeout(settings.probe_timeout):
                 async with session.get(f"{self.spec.url}/health") as answer:
                     if answer.status != 200:
-                        self.lost()
+                        self.missed()
                         return
                 async with session.get(f"{self.spec.url}/metrics") as answer:
                     text = await answer.read() if answer.status == 200 else b""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -27,7 +27,7 @@ class Metrics(Collector):
 
         def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
             # Children are looked up by every request; the cache does that without a lock and a list.
-            return functools.cache(Counter(name, text, labels, PREFIX, registry=registry).labels)
+            return cache(Counter(name, text, labels, PREFIX, registry=registry).labels)
 
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(f"{name}_seconds", text, labels, PREFIX, registry=registry, buckets=_SECONDS)
@@ -40,26 +40,22 @@ class Metrics(Collector):
         self.plain = counter("plain_decodes", "Requests that decode prefilled itself", "reason")
         self.releases = counter("releases", "Prefilled prompts given back", "outcome")
         self.prefill = seconds("prefill", "From sending a prefill leg to its answer")
-        self.first = functools.cache(
-            seconds("first_byte", "From a request's arrival to the first byte of its answer", "path").labels
-        )
-        self.whole = functools.cache(
-            seconds("request", "From a request's arrival to the end of its answer", "path").labels
-        )
+        self.first = cache(seconds("first_byte", "From a request's arrival to its answer's first byte", "path").labels)
+        self.whole = cache(seconds("request", "From a request's arrival to its answer's end", "path").labels)
         registry.register(self)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """The fleet as this process sees it."""
-        labels = ("role", "instance", "rank")
-        usable = GaugeMetricFamily(f"{PREFIX}_usable", "Whether a rank is given work", labels=labels)
-        requests = GaugeMetricFamily(f"{PREFIX}_outstanding_requests", "Under way at a rank", labels=labels)
-        tokens = GaugeMetricFamily(f"{PREFIX}_outstanding_tokens", "Estimated, under way", labels=labels)
-        for rank in (rank for instance in self._fleet.instances.values() for rank in instance.ranks):
-            values = (rank.instance.spec.role.value, rank.instance.spec.url, str(rank.index))
-            usable.add_metric(values, float(rank.usable))
-            requests.add_metric(values, rank.requests)
-            tokens.add_metric(values, rank.tokens)
-        return usable, requests, tokens
+        ranks = [rank for instance in self._fleet.instances.values() for rank in instance.ranks]
+        for name, text, value in (
+            ("usable", "Whether a rank is given work", lambda rank: float(rank.usable)),
+            ("outstanding_requests", "Under way at a rank", lambda rank: rank.requests),
+            ("outstanding_tokens", "Estimated, under way", lambda rank: rank.tokens),
+        ):
+            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("role", "instance", "rank"))
+            for rank in ranks:
+                gauge.add_metric((rank.instance.spec.role.value, rank.instance.spec.url, str(rank.index)), value(rank))
+            yield gauge
 
     def text(self) -> bytes:
         if MULTIPROCESS_VARIABLE not in os.environ:

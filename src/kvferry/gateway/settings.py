@@ -54,16 +54,12 @@ class InstanceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             GatewayError: it is neither.
         """
         found = _INSTANCE.fullmatch(text)
-        if not found or not _port_is_good(found[1]):
-            raise GatewayError(f"{text!r} is not of the form http://host:port or http://host:port,dp=2")
-        return cls(found[1], role, int(found[2]) if found[2] else None)
-
-
-def _port_is_good(url: str) -> bool:
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
+        try:
+            if found and urlsplit(found[1]).port != 0:
+                return cls(found[1], role, int(found[2]) if found[2] else None)
+        except ValueError:
+            pass  # a port that there is not
+        raise GatewayError(f"{text!r} is not of the form http://host:port or http://host:port,dp=2")
 
 
 class Settings(msgspec.Struct, frozen=True):
