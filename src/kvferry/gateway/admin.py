@@ -46,17 +46,12 @@ def change(fleet: Fleet, action: str, body: bytes) -> None:
 
 def described(fleet: Fleet) -> list[dict[str, object]]:
     """All instances, for whoever asks."""
-    return [
-        {
-            "url": one.spec.url,
-            "role": one.spec.role,
-            "up": one.up,
-            "draining": one.draining,
-            "requests": sum(rank.requests for rank in one.ranks),
-            "ranks": [{"rank": rank.index, "usable": rank.usable, "requests": rank.requests} for rank in one.ranks],
-        }
-        for one in fleet.instances.values()
-    ]
+    found: list[dict[str, object]] = []
+    for one in fleet.instances.values():
+        ranks = [{"rank": rank.index, "usable": rank.usable, "requests": rank.requests} for rank in one.ranks]
+        state = {"up": one.up, "draining": one.draining, "requests": sum(rank.requests for rank in one.ranks)}
+        found.append({"url": one.spec.url, "role": one.spec.role, **state, "ranks": ranks})
+    return found
 
 
 def save(fleet: Fleet, file: str | None) -> None:

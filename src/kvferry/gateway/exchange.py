@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.gateway.dispatch import Job
@@ -22,6 +22,7 @@ access = logging.getLogger("kvferry.access")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,128}")
 TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 FOR_ENGINES = ("x-session-id", "x-vllm-priority")
+ENGINE_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 CLIENT_GONE = 499
 """The status in logs and metrics of a request whose client did not wait; nginx made the number usual."""
@@ -52,7 +53,7 @@ class Exchange(Request):
         if TRACE_PARENT.fullmatch(self.headers.get("traceparent", "")):
             names = (*names, *TRACE_HEADERS)
         kept = {name: self.headers[name] for name in names if name in self.headers}
-        return {**kept, "Content-Type": "application/json", "X-Request-Id": self.request_id}
+        return {**kept, **ENGINE_HEADERS, "X-Request-Id": self.request_id}
 
     async def body_within(self, limit: int) -> bytes:
         """The client's body.
@@ -61,13 +62,16 @@ class Exchange(Request):
             ApiError: 413, it is longer than ``limit`` bytes.
             ClientDisconnect: it did not come whole.
         """
-        parts, size = [], 0
-        async for part in self.stream():
-            parts.append(part)
-            size += len(part)
-            if size > limit:
+        body, more = bytearray(), True
+        while more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > limit:
                 raise ApiError(413, f"the body is longer than {limit} bytes")
-        return b"".join(parts)
+        return bytes(body)
 
     async def watch(self, attention: asyncio.Timeout) -> None:
         """Lets the time of ``attention`` run out as soon as the client goes away."""
