@@ -25,6 +25,9 @@ from kvferry.sidechannel.server import Listener
 
 SECRET = b"a secret of the tests"
 SEAL = Seal(SECRET)
+LONG = " and to say much" * 100_000
+"""More than comes in one piece."""
+
 FAULTS = (
     "refuse",  # nothing listens
     "400",
@@ -200,9 +203,11 @@ class StandIn:
 
     async def _generate(self, path: str, headers: dict[str, str], body: dict, writer: asyncio.StreamWriter) -> bool:
         fault = self.faults.popleft() if self.faults else None
-        if fault and fault.isdigit():
-            extra = {"Retry-After": "7"} if fault in ("429", "503") else {}
-            return await _send(writer, int(fault), error(int(fault), f"told to answer {fault}"), extra=extra)
+        if fault and fault.split()[-1].isdigit():
+            status = int(fault.split()[-1])
+            extra = {"Retry-After": "7"} if status in (429, 503) else {}
+            said = f"told to answer {status}" + (LONG if fault.startswith("long") else "")
+            return await _send(writer, status, error(status, said), extra=extra)
         if fault in ("hang", "close", "refuse"):
             if fault == "hang":
                 self.hanging.set()

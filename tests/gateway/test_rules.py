@@ -10,6 +10,7 @@ import pytest
 from kvferry.gateway.dispatch import RetryBudget
 
 from .stage import BODIES, DEADLINE_S, REQUEST_ID, run, stage
+from .standin import LONG
 
 TEXT, CHAT, RESPONSES = BODIES
 BOTH_WAYS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -35,6 +36,17 @@ def test_an_engines_error_reaches_the_client_as_it_is(path, stream, leg):
                 assert answer.headers.get("retry-after") == retry_after
                 await s.settled(lambda: s.grants == 0)
                 engine.faults.clear()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_long_error_reaches_the_client_whole(leg):
+    async def scenario():
+        async with stage() as s:
+            getattr(s, leg)[0].faults.append("long 400")
+            answer = await s.post(TEXT, _body())
+            assert (answer.status, answer.json["error"]["message"]) == (400, f"told to answer 400{LONG}")
 
     run(scenario())
 
@@ -394,6 +406,15 @@ def test_a_decode_is_only_given_what_it_can_read():
     run(scenario())
 
 
+def test_what_an_engine_says_on_metrics_is_read_to_its_end():
+    async def scenario():
+        async with stage() as s:
+            s.decode[0].extra_metrics = f"# {LONG}\n" + 'kvferry:layout_info{fingerprint="last"} 1.0\n'
+            await s.settled(lambda: s.gateway.fleet.instances[s.decode[0].url].report.fingerprint == b"last")
+
+    run(scenario())
+
+
 def test_every_data_parallel_rank_is_addressed_by_its_header():
     async def scenario():
         async with stage(dp=2) as s:
@@ -567,6 +588,30 @@ def test_a_silent_decode_is_not_taken_for_a_prefill_that_holds_nothing():
             assert (await s.post(TEXT, _body())).status == 200
             assert "kv_transfer_params" not in s.decode[0].seen[0].body
             assert b'plain_decodes_total{reason="no_parameters"} 1.0' in (await s.get("/metrics")).body
+
+    run(scenario())
+
+
+def test_a_fault_of_the_gateway_itself_is_a_500_and_counted():
+    class Faulty:
+        async def open(self, legs, job):
+            raise RuntimeError
+
+    async def scenario():
+        async with stage(strategy=Faulty()) as s:
+            answer = await s.post(TEXT, _body())
+            assert (answer.status, answer.json["error"]["message"]) == (500, "the gateway failed")
+            assert answer.headers["x-request-id"] == REQUEST_ID
+            assert f'requests_total{{path="{TEXT}",status="500"}} 1.0'.encode() in (await s.get("/metrics")).body
+
+    run(scenario())
+
+
+def test_engines_are_not_asked_for_compressed_answers():
+    async def scenario():
+        async with stage() as s:
+            await s.post(TEXT, _body())
+            assert {leg.headers["accept-encoding"] for leg in (*s.prefill[0].seen, *s.decode[0].seen)} == {"identity"}
 
     run(scenario())
 

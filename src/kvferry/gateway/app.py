@@ -137,6 +137,10 @@ class Generate:
             await error.response()(scope, receive, exchange.send)
         except (ClientDisconnect, TimeoutError):  # nothing else lets a time-out come this far
             exchange.status = CLIENT_GONE
+        except Exception:
+            if not exchange.status:
+                await ApiError(500, "the gateway failed").response()(scope, receive, exchange.send)
+            raise  # to the log; an answer that has begun is broken off, which no client takes for an end
         finally:
             exchange.account(gateway.metrics)
 

@@ -180,7 +180,7 @@ class Instance:
         self._misses = 0
 
     def missed(self, limit: int = 1) -> None:
-        """It was asked in vain, and with the ``limit``-th time in a row it is lost, until a probe succeeds. What refuses
+        """It was asked in vain; the ``limit``-th time in a row it is lost, until a probe succeeds. What refuses
         connections, or says that it is not well, is lost at once; what gives no answer may only be slow.
         """
         self._misses += 1
