@@ -137,3 +137,15 @@ async def stage(
 
 def run(scenario: Awaitable[Any]) -> Any:
     return asyncio.run(scenario)  # type: ignore[arg-type]
+
+
+def body_of(path: str = "/v1/completions", stream: bool = False, **changes: Any) -> dict[str, Any]:
+    """A good body for a route."""
+    return {**BODIES[path], **({"stream": True} if stream else {}), **changes}
+
+
+def key_file(directory: Path, text: str = "admin") -> str:
+    """Its name; the keys are the lines of ``text``."""
+    file = directory / text.split()[0]
+    file.write_text(text)
+    return str(file)

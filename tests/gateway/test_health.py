@@ -30,12 +30,12 @@ def _fleet(*roles: Role, **changes) -> tuple[Fleet, Clock]:
 
 
 def test_metrics_tell_ranks_usage_capacity_start_and_fingerprint():
-    assert Report.parse(METRICS) == Report(2, {0: 0.25, 1: 0.5}, 1600, b"1.7e+09", b"abc")
+    assert Report.parse(METRICS) == Report((0.25, 0.5), 1600, b"1.7e+09", b"abc")
 
 
 def test_ranks_of_a_node_are_counted_from_zero():
     text = b'vllm:kv_cache_usage_perc{engine="6"} 0.1\nvllm:kv_cache_usage_perc{engine="7"} 0.2\n'
-    assert Report.parse(text).usage == {0: 0.1, 1: 0.2}
+    assert Report.parse(text).usage == (0.1, 0.2)
 
 
 def test_an_instance_that_says_nothing_of_itself_has_one_rank():
@@ -66,7 +66,7 @@ def test_an_instance_is_used_only_while_it_is_well():
     assert not fleet.usable(Role.DECODE)
     instance.reached(Report())
     assert fleet.usable(Role.DECODE)
-    instance.lost()
+    instance.missed()
     assert not fleet.usable(Role.DECODE)
 
 
@@ -159,7 +159,7 @@ def test_an_instance_without_a_fingerprint_is_matched_with_any():
 def test_load_is_outstanding_tokens_for_prefill_and_occupancy_for_decode():
     fleet, _ = _fleet(Role.PREFILL, Role.DECODE)
     for instance in fleet.instances.values():
-        instance.reached(Report(capacity=1000, usage={0: 0.3}))
+        instance.reached(Report(capacity=1000, usage=(0.3,)))
     prefill, decode = (instance.ranks[0] for instance in fleet.instances.values())
     with prefill.working(500), decode.working(100):
         assert (prefill.load, decode.load) == (500, 0.3)

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Raw
 
 from kvferry.gateway.bodies import Body, Endpoint, encode, object_in
-from kvferry.gateway.errors import ApiError
 
 _decode = msgspec.json.Decoder(Body).decode
 _decode_list = msgspec.json.Decoder(list[Body]).decode
@@ -20,19 +19,28 @@ _decode_list = msgspec.json.Decoder(list[Body]).decode
 NOTHING = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 MAX_EVENT_BYTES = 16 << 20
-_LAST_EVENTS = tuple(b"event: response." + name for name in (b"completed", b"incomplete", b"failed"))
+
+
+class BrokenAnswerError(Exception):
+    """An instance's answer is not what it must be, or ended before it was finished."""
 
 
 def answer_object(raw: bytes) -> Body:
     """An engine's answer, taken apart at the top level.
 
     Raises:
-        ApiError: 502, it is no JSON object.
+        BrokenAnswerError: it is no JSON object.
     """
     try:
         return _decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(502, "an instance answered with something that is not a JSON object") from error
+        raise BrokenAnswerError("answered with something that is not a JSON object") from error
+
+
+def cached_tokens(endpoint: Endpoint, answer: Body) -> Raw:
+    """What a prefill instance's answer says was cached, as it says it."""
+    usage = bytes(answer.get("usage", NOTHING))
+    return _decode(usage).get(endpoint.cached, NOTHING) if usage[:1] == b"{" else NOTHING
 
 
 def corrected(endpoint: Endpoint, answer: Body, cached: Raw | None) -> Body:
@@ -42,56 +50,20 @@ def corrected(endpoint: Endpoint, answer: Body, cached: Raw | None) -> Body:
     """
     if "kv_transfer_params" in answer:
         answer["kv_transfer_params"] = NOTHING
-    if cached is not None and "usage" in answer:
-        answer["usage"] = _with_cached(endpoint, answer["usage"], cached)
+    said = cached_tokens(endpoint, answer)
+    if cached is not None and bytes(cached)[:1] == bytes(said)[:1] == b"{":
+        # A stream leaves out what is null, an answer at once does not.
+        known = _decode(said)
+        details = {key: value for key, value in _decode(cached).items() if key in known or bytes(value) != b"null"}
+        answer["usage"] = Raw(encode({**_decode(answer["usage"]), endpoint.cached: details}))
     return answer
-
-
-def _with_cached(endpoint: Endpoint, usage: Raw, cached: Raw) -> Raw:
-    if bytes(usage)[:1] != b"{":
-        return usage
-    fields = _decode(usage)
-    theirs = fields.get(endpoint.cached, NOTHING)
-    if bytes(theirs)[:1] != b"{" or bytes(cached)[:1] != b"{":
-        return usage
-    # A stream leaves out what is null, an answer at once does not.
-    said = _decode(theirs)
-    details = {key: value for key, value in _decode(cached).items() if key in said or bytes(value) != b"null"}
-    return Raw(encode({**fields, endpoint.cached: Raw(encode(details))}))
-
-
-def cached_tokens(endpoint: Endpoint, answer: Body) -> Raw:
-    """What a prefill instance's answer says was cached, as it says it."""
-    usage = bytes(answer.get("usage", NOTHING))
-    return _decode(usage).get(endpoint.cached, NOTHING) if usage[:1] == b"{" else NOTHING
-
-
-def corrected_events(endpoint: Endpoint, events: bytes, cached: Raw | None) -> bytes:
-    """The same for a piece of a stream that holds whole events."""
-    if cached is None or endpoint.cached.encode() not in events:
-        return events
-    return b"".join(_corrected_event(endpoint, event, cached) for event in events.split(b"\n\n") if event)
-
-
-def _corrected_event(endpoint: Endpoint, event: bytes, cached: Raw) -> bytes:
-    name, mark, data = event.partition(b"data: ")
-    if data[:1] != b"{":
-        return event + b"\n\n"
-    answer = _decode(data)
-    if endpoint.named_events and "response" in answer:
-        answer["response"] = Raw(encode(corrected(endpoint, _decode(answer["response"]), cached)))
-    return name + mark + encode(corrected(endpoint, answer, cached)) + b"\n\n"
-
-
-class BrokenStreamError(Exception):
-    """A stream ended, or stopped, before it was finished."""
 
 
 async def whole_events(endpoint: Endpoint, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Cut a stream at the ends of events.
 
     Raises:
-        BrokenStreamError: it ended before its last event.
+        BrokenAnswerError: it ended before its last event.
     """
     rest, finished = b"", False
     async for piece in pieces:
@@ -99,18 +71,12 @@ async def whole_events(endpoint: Endpoint, pieces: AsyncIterator[bytes]) -> Asyn
         cut = rest.rfind(b"\n\n") + 2
         if cut > 1:
             events, rest = rest[:cut], rest[cut:]
-            finished = finished or _is_last(endpoint, events)
+            finished = finished or endpoint.last_event.search(events) is not None
             yield events
         elif len(rest) > MAX_EVENT_BYTES:
-            raise BrokenStreamError("an instance sent an event without an end")
+            raise BrokenAnswerError("sent an event without an end")
     if not finished:
-        raise BrokenStreamError("an instance ended its answer before it was finished")
-
-
-def _is_last(endpoint: Endpoint, events: bytes) -> bool:
-    if not endpoint.named_events:
-        return events.endswith(DONE)
-    return any(events.startswith(last) or b"\n" + last in events for last in _LAST_EVENTS)
+        raise BrokenAnswerError("ended its answer before it was finished")
 
 
 def error_in(events: bytes) -> dict[str, Any] | None:
@@ -124,58 +90,66 @@ def error_in(events: bytes) -> dict[str, Any] | None:
 
 
 class Merge:
-    """Turns the answers to single prompts into the one answer to all of them.
+    """Turns the answers to the prompts of one request into the one answer to it. Of a single prompt's answer only what
+    ``corrected`` corrects is changed.
 
     Args:
-        request_id: of the client's request; part ``k`` went under ``part_id(request_id, k)``.
+        request_id: of the client's request; part ``k`` of several went under ``part_id(request_id, k)``.
         choices: for each prompt.
+        cached: for each prompt, see ``corrected``.
     """
 
-    def __init__(self, request_id: str, choices: int) -> None:
-        self._request_id = request_id
-        self._choices = choices
+    def __init__(self, endpoint: Endpoint, request_id: str, choices: int, cached: Sequence[Raw | None]) -> None:
+        self._endpoint, self._request_id, self._choices, self._cached = endpoint, request_id, choices, cached
+        self._several = len(cached) > 1
         self._created: Raw | None = None
-        self._usage: list[dict[str, Any]] = []
-        self._last: Body = {}
+        self._usage: list[Body] = []
 
     def answers(self, parts: Sequence[Body]) -> bytes:
         """Not streamed: all at once."""
         merged = [self._in_place(part, answer) for part, answer in enumerate(parts)]
+        if not self._several:
+            return encode(merged[0])
         choices = [choice for answer in merged for choice in _decode_list(answer["choices"])]
-        usage = _sum([object_in(answer["usage"]) for answer in merged if "usage" in answer])
-        return encode({**merged[0], "choices": choices, "usage": usage})
+        return encode({**merged[0], "choices": choices, "usage": _sum([one for one in merged if "usage" in one])})
 
     def events(self, part: int, events: bytes) -> bytes:
         """Streamed: what to pass on of a piece of one part."""
+        if not self._several and (self._cached[0] is None or self._endpoint.cached.encode() not in events):
+            return events
         return b"".join(self._event(part, event) for event in events.split(b"\n\n") if event)
 
     def end(self) -> bytes:
         """Streamed: what is left to say when all parts have ended."""
-        if not self._usage:
-            return DONE
-        return b"data: " + encode({**self._last, "usage": _sum(self._usage)}) + b"\n\n" + DONE
+        if not self._several or not self._usage:
+            return DONE if self._several else b""
+        return b"data: " + encode({**self._usage[-1], "usage": _sum(self._usage)}) + b"\n\n" + DONE
 
     def _event(self, part: int, event: bytes) -> bytes:
-        data = event.removeprefix(b"data: ")
-        if data == b"[DONE]":
+        name, mark, data = event.partition(b"data: ")
+        if data[:1] != b"{":
+            return b"" if self._several and data == b"[DONE]" else event + b"\n\n"
+        answer = _decode(data)
+        if self._endpoint.named_events and "response" in answer:
+            answer["response"] = Raw(encode(corrected(self._endpoint, _decode(answer["response"]), self._cached[part])))
+        answer = self._in_place(part, answer)
+        if self._several and "usage" in answer and bytes(answer.get("choices", b"")) == b"[]":
+            self._usage.append(answer)
             return b""
-        answer = self._in_place(part, _decode(data)) if data[:1] == b"{" else {}
-        if "usage" in answer and bytes(answer.get("choices", b"")) == b"[]":
-            self._usage.append(dict(object_in(answer["usage"])))
-            self._last = answer
-            return b""
-        return (b"data: " + encode(answer) if answer else event) + b"\n\n"
+        return name + mark + encode(answer) + b"\n\n"
 
     def _in_place(self, part: int, answer: Body) -> Body:
         """An answer to one prompt with the id, time and choice numbers it has among all."""
+        answer = corrected(self._endpoint, answer, self._cached[part])
+        if not self._several:
+            return answer
         if "choices" in answer:
             choices = _decode_list(answer["choices"])
             for choice in choices:
                 choice["index"] = Raw(encode(part * self._choices + msgspec.json.decode(choice["index"], type=int)))
             answer["choices"] = Raw(encode(choices))
         if "created" in answer:
-            self._created = self._created or answer["created"]
-            answer["created"] = self._created
+            answer["created"] = self._created = self._created or answer["created"]
         if "id" in answer:
             mine, theirs = self._request_id.encode(), part_id(self._request_id, part).encode()
             answer["id"] = Raw(bytes(answer["id"]).replace(theirs, mine, 1))
@@ -186,10 +160,10 @@ def part_id(request_id: str, part: int) -> str:
     return f"{request_id}.{part}"
 
 
-def _sum(usages: Sequence[dict[str, Any]] | Sequence[Any]) -> dict[str, Any]:
-    """Tokens add up; what else there is comes from the last prompt, as vLLM has it."""
+def _sum(answers: Sequence[Body]) -> dict[str, Any]:
+    """Tokens add up; what else there is in a usage comes from the last prompt, as vLLM has it."""
+    usages = [object_in(answer["usage"]) for answer in answers]
     total = dict(usages[-1]) if usages else {}
-    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        if key in total:
-            total[key] = sum(usage.get(key) or 0 for usage in usages)
+    for key in {"prompt_tokens", "completion_tokens", "total_tokens"} & total.keys():
+        total[key] = sum(usage.get(key) or 0 for usage in usages)
     return total

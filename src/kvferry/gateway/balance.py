@@ -51,12 +51,12 @@ class Balancer:
 
 def affine(candidates: Sequence[C], key: bytes, cost: float) -> C:
     """The target that wins ``key`` among those that carry no more than their share; there always is one."""
+
+    def score(one: C) -> bytes:
+        return hashlib.blake2b(one.name.encode(), key=key, digest_size=8).digest()
+
     bound = BOUND * (sum(one.load for one in candidates) + cost) / len(candidates)
-    return max((one for one in candidates if one.load <= bound), key=lambda one: _score(key, one.name))
-
-
-def _score(key: bytes, name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), key=key, digest_size=8).digest()
+    return max((one for one in candidates if one.load <= bound), key=score)
 
 
 class SeenPrompts:

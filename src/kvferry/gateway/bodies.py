@@ -6,7 +6,9 @@ key is dropped, and a key that stands there twice counts as the engines count it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ PREFILL_PARAMETERS = Raw(
 BYTES_PER_TOKEN = 4
 AFFINITY_BYTES = 1024
 MAX_PARTS = 256
-_NULL, _TRUE, _ONE = b"null", b"true", Raw(b"1")
+_ONE, _FALSE = Raw(b"1"), Raw(b"false")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Endpoint:
         one_token: keys that limit the answer to a token.
         not_for_prefill: keys that matter to an answer that is thrown away, or that do not go with one token. What the
             prompt is made of, or could be refused for, is not among them.
+        last_event: without it a stream is not finished.
         cached: where an answer's usage says what was cached.
         named_events: its stream is of the Responses API, whose events have names.
     """
@@ -52,6 +55,7 @@ class Endpoint:
     prompt: str
     one_token: tuple[str, ...]
     not_for_prefill: tuple[str, ...]
+    last_event: re.Pattern[bytes] = re.compile(rb"data: \[DONE\]\n\n\Z")
     cached: str = "prompt_tokens_details"
     named_events: bool = False
 
@@ -64,6 +68,7 @@ RESPONSES = Endpoint(
     "input",
     ("max_output_tokens",),
     (*_UNUSED, "store", "include", "background"),
+    re.compile(rb"^event: response\.(?:completed|incomplete|failed)\b", re.MULTILINE),
     "input_tokens_details",
     named_events=True,
 )
@@ -83,31 +88,21 @@ def parse(raw: bytes) -> Body:
         raise ApiError(400, f"the body is not a JSON object: {error}") from None
     for key in TRANSFER_KEYS:
         body.pop(key, None)
-    arguments = body.get("vllm_xargs")
-    if arguments is not None:
-        # vLLM puts these where it puts the transfer parameters.
-        body["vllm_xargs"] = _without_transfer_keys(arguments)
+    if "vllm_xargs" in body:
+        # vLLM puts these where it puts the transfer parameters. Where they are no object, the engine says so.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            kept = {key: value for key, value in _decode(body["vllm_xargs"]).items() if key not in TRANSFER_KEYS}
+            body["vllm_xargs"] = Raw(encode(kept))
     return body
-
-
-def _without_transfer_keys(arguments: Raw) -> Raw:
-    try:
-        kept = _decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments  # the engine says what is wrong with it
-    return Raw(encode({key: value for key, value in kept.items() if key not in TRANSFER_KEYS}))
 
 
 def prefill_body(endpoint: Endpoint, body: Body) -> bytes:
     """The same prompt for one token, to be held for whoever decodes."""
     leg = {key: value for key, value in body.items() if key not in endpoint.not_for_prefill}
-    leg["stream"] = Raw(b"false")
-    leg.update(dict.fromkeys(endpoint.one_token, _ONE))
-    if "n" in leg:
-        leg["n"] = _ONE
+    ones = (*endpoint.one_token, "n") if "n" in leg else endpoint.one_token
+    leg.update(dict.fromkeys(ones, _ONE), stream=_FALSE, kv_transfer_params=PREFILL_PARAMETERS)
     if endpoint is RESPONSES:
-        leg["store"] = Raw(b"false")
-    leg["kv_transfer_params"] = PREFILL_PARAMETERS
+        leg["store"] = _FALSE
     return encode(leg)
 
 
@@ -135,11 +130,12 @@ def whole_on_decode(endpoint: Endpoint, body: Body) -> str | None:
 
 
 def _given(body: Body, key: str) -> bool:
-    return bytes(body.get(key, b"")) not in (b"", _NULL, b"false")
+    return bytes(body.get(key, b"")) not in (b"", b"null", b"false")
 
 
 def streamed(body: Body) -> bool:
-    return bytes(body.get("stream", b"")) == _TRUE
+    """Whether the answer is a stream, unless the engine takes the value for nonsense."""
+    return _given(body, "stream")
 
 
 def integer(raw: Raw | None, otherwise: int | None = None) -> int | None:
@@ -175,7 +171,7 @@ def answer_tokens(endpoint: Endpoint, body: Body) -> int:
 
 def affinity_key(endpoint: Endpoint, body: Body) -> bytes:
     """Equal for prompts with an equal beginning, so that they meet the same prefix cache."""
-    head = b"".join(bytes(body[key])[:AFFINITY_BYTES] for key in ("tools", endpoint.prompt) if key in body)
+    head = b"".join(memoryview(body[key])[:AFFINITY_BYTES] for key in ("tools", endpoint.prompt) if key in body)
     return hashlib.blake2b(head[:AFFINITY_BYTES], digest_size=16).digest()
 
 

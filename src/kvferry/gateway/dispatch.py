@@ -10,16 +10,17 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import aiohttp
 from msgspec import Raw
 
-from kvferry.gateway.answers import BrokenStreamError, answer_object, cached_tokens, error_in, whole_events
+from kvferry.gateway import bodies
+from kvferry.gateway.answers import BrokenAnswerError, answer_object, cached_tokens, error_in, whole_events
 from kvferry.gateway.balance import Balancer, SeenPrompts
-from kvferry.gateway.bodies import Body, Endpoint, decode_body, prefill_body
+from kvferry.gateway.bodies import Body, Endpoint
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.health import Fleet, Rank
 from kvferry.gateway.metrics import Metrics
@@ -27,18 +28,21 @@ from kvferry.gateway.settings import Role, Settings
 
 RANK_HEADER = "X-data-parallel-rank"
 RETRY_BURST = 10.0
-MAX_ERROR_BYTES = 1 << 20
+BROKEN = (BrokenAnswerError, aiohttp.ClientError, OSError)
+"""What reading an instance's answer may raise: it is not what it must be, or did not come; a time-out is an OSError."""
+
+T = TypeVar("T")
 
 
-@dataclass
-class Trail:
-    """What became of a request, for its line in the access log."""
-
-    prefill: str = "-"
-    decode: str = "-"
-    prefill_s: float = 0.0
-    retries: int = 0
-    plain: str = "-"
+def failure(error: Exception, retry: bool = False) -> ApiError:
+    """What the client is told when an instance's answer is ``BROKEN``."""
+    if isinstance(error, BrokenAnswerError):
+        said = str(error)
+    elif isinstance(error, TimeoutError):
+        said = "did not answer in time"
+    else:
+        said = "cannot be reached" if isinstance(error, aiohttp.ClientConnectorError) else "broke off its answer"
+    return ApiError(504 if isinstance(error, TimeoutError) else 502, f"an instance {said}", retry)
 
 
 @dataclass
@@ -48,7 +52,9 @@ class Job:
     Attributes:
         headers: for both legs.
         deadline: for the first byte of its answer, on the event loop's clock.
+        resources: what must be closed when the answer has ended, or has lost its client.
         plain: why it goes to decode alone; None for both legs.
+        prefill, decode, alone, retries, prefill_s: what became of it.
         tried: ranks that failed it.
     """
 
@@ -56,12 +62,23 @@ class Job:
     body: Body
     headers: dict[str, str]
     deadline: float
-    prompt_tokens: int
-    answer_tokens: int
-    key: bytes
+    resources: contextlib.ExitStack
     plain: str | None = None
-    trail: Trail = field(default_factory=Trail)
+    prefill: str = "-"
+    decode: str = "-"
+    alone: str = "-"
+    retries: int = 0
+    prefill_s: float = 0.0
     tried: set[Rank] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        """For the access log."""
+        legs = f"prefill={self.prefill} decode={self.decode} plain={self.alone} retries={self.retries}"
+        return f"{legs} prefill_ms={1e3 * self.prefill_s:.1f}"
+
+    @property
+    def prompt(self) -> bytes:
+        return bytes(self.body.get(self.endpoint.prompt, b""))
 
 
 @dataclass(frozen=True)
@@ -73,31 +90,21 @@ class Grant:
     cached: Raw
 
 
+@dataclass(frozen=True)
 class Opened:
-    """A decode answer whose status is good and whose first piece is here; ``close`` it in any case.
+    """A decode answer whose status is good and whose first piece is here.
 
     Attributes:
-        whole: the answer, taken apart; None where it is a stream.
         cached: see ``answers.corrected``.
+        whole: the answer, taken apart; None where it is a stream.
+        first, rest: a stream's whole events, as ``answers.whole_events`` gives them; any of ``BROKEN`` when it does not
+            end as it should.
     """
 
-    def __init__(self, cached: Raw | None, working: contextlib.ExitStack) -> None:
-        self.cached = cached
-        self.whole: Body | None = None
-        self.first = b""
-        self.rest: AsyncIterator[bytes] | None = None
-        self._working = working
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """A stream's whole events. Raises ``BrokenStreamError`` when it does not end as it should."""
-        yield self.first
-        if self.rest is not None:
-            async for events in self.rest:
-                yield events
-
-    def close(self) -> None:
-        """An instance that was still answering sees the connection end."""
-        self._working.close()
+    cached: Raw | None
+    whole: Body | None
+    first: bytes
+    rest: AsyncIterator[bytes]
 
 
 class Strategy(Protocol):
@@ -140,34 +147,30 @@ class RetryBudget:
         return True
 
 
+@dataclass
 class Dispatcher:
     """Sends the legs of jobs.
 
-    Args:
+    Attributes:
         release: gives back the grant of these parameters; must not wait.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        fleet: Fleet,
-        session: aiohttp.ClientSession,
-        metrics: Metrics,
-        release: Callable[[Raw], None],
-        strategy: Strategy | None = None,
-    ) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._session = session
-        self._metrics = metrics
-        self._release = release
-        self._strategy = strategy or PrefillFirst()
+    settings: Settings
+    fleet: Fleet
+    session: aiohttp.ClientSession
+    metrics: Metrics
+    release: Callable[[Raw], None]
+    strategy: Strategy
+
+    def __post_init__(self) -> None:
+        settings, policies = self.settings, (self.settings.prefill_policy, self.settings.decode_policy)
         self._budget = RetryBudget(settings.retry_ratio)
-        self._balancers = {
-            Role.PREFILL: Balancer(settings.prefill_policy),
-            Role.DECODE: Balancer(settings.decode_policy),
-        }
+        self._balancers = dict(zip((Role.PREFILL, Role.DECODE), map(Balancer, policies), strict=True))
         self._seen = SeenPrompts()
+        connecting = settings.connect_timeout
+        self._prefill_timeout = aiohttp.ClientTimeout(total=settings.prefill_timeout, sock_connect=connecting)
+        self._stream_timeout = aiohttp.ClientTimeout(sock_read=settings.idle_timeout, sock_connect=connecting)
+        self._whole_timeout = aiohttp.ClientTimeout(sock_connect=connecting)
 
     async def open(self, job: Job) -> Opened:
         """Both legs, until the first piece of the answer is here.
@@ -178,31 +181,65 @@ class Dispatcher:
         self._budget.earn()
         try:
             async with asyncio.timeout_at(job.deadline):
-                return await self._open(job)
+                return await self._tried(Role.DECODE, job, lambda: self.strategy.open(self, job))
         except TimeoutError:
-            raise ApiError(504, f"there was no answer within {self._settings.deadline:g} s") from None
+            raise ApiError(504, f"there was no answer within {self.settings.deadline:g} s") from None
 
-    async def _open(self, job: Job) -> Opened:
+    async def _tried(self, role: Role, job: Job, leg: Callable[[], Awaitable[T]]) -> T:
+        """What ``leg`` comes to, tried again where another rank may do better and the bounds allow it."""
         attempt = 1
         while True:
             try:
-                return await self._strategy.open(self, job)
-            except ApiError as failure:
-                if not await self._may_retry(Role.DECODE, job, attempt, failure):
+                return await leg()
+            except ApiError as error:
+                usable = self.fleet.usable(role)
+                others = [rank for rank in usable if rank not in job.tried] if error.elsewhere else usable
+                if not (error.retry and others and attempt < self.settings.attempts and self._budget.spend()):
                     raise
+            job.retries += 1
+            self.metrics.retries(role).inc()
+            await asyncio.sleep(self.settings.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             attempt += 1
 
-    async def _may_retry(self, role: Role, job: Job, attempt: int, failure: ApiError) -> bool:
-        """After the ``attempt``-th failure; waits before it says yes."""
-        usable = self._fleet.usable(role)
-        others = [rank for rank in usable if rank not in job.tried]
-        possible = failure.retry and (others if failure.elsewhere else usable)
-        if not possible or attempt >= self._settings.attempts or not self._budget.spend():
-            return False
-        job.trail.retries += 1
-        self._metrics.retries.labels(role).inc()
-        await asyncio.sleep(self._settings.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
-        return True
+    @contextlib.contextmanager
+    def _leg(self, role: Role, job: Job, usable: Sequence[Rank], tokens: int) -> Iterator[Rank]:
+        """A rank for a leg: one that has not failed this job, else one that has. Whatever goes wrong with it inside is
+        an ``ApiError``, and counts against the rank unless the instance only refused the request.
+        """
+        if not usable:
+            raise ApiError(503, f"no {role} instance is available", True, headers={"retry-after": "1"})
+        candidates = [rank for rank in usable if rank not in job.tried] or usable
+        key = bodies.affinity_key(job.endpoint, job.body)
+        rank = self._balancers[role].choose(candidates, key, candidates[0].cost(tokens))
+        job.tried.add(rank)
+        setattr(job, role, rank.name)
+        url = rank.instance.spec.url
+        try:
+            yield rank
+        except (ApiError, *BROKEN) as error:
+            told = error if isinstance(error, ApiError) else failure(error, retry=True)
+            self.metrics.legs(role, url, str(told.status) if told is error else "failed").inc()
+            if told.status < 500:
+                rank.breaker.reset()
+            else:
+                rank.breaker.failed()
+            if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
+                rank.instance.missed()
+            raise told from None
+        self.metrics.legs(role, url, "200").inc()
+        rank.breaker.reset()
+        rank.instance.answered()
+        job.tried.discard(rank)
+
+    async def _post(self, rank: Rank, job: Job, body: bytes, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
+        """A leg's answer, from its head on. Raises ``ApiError`` where it is not 200, and what is in ``BROKEN``."""
+        headers = job.headers if rank.header is None else {**job.headers, RANK_HEADER: rank.header}
+        url = rank.instance.spec.url + job.endpoint.path
+        response = await self.session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False)
+        if response.status == 200:
+            return response
+        status = response.status if response.status >= 400 else 502
+        raise ApiError.of_instance(status, await response.read(), response.headers)
 
     async def prefill(self, job: Job) -> Grant | None:
         """A prefilled prompt; None where decode has to do it all, and may.
@@ -210,61 +247,41 @@ class Dispatcher:
         Raises:
             ApiError: the request was refused, or no instance could do it.
         """
-        if job.plain:
-            self._alone(job, job.plain)
-            return None
-        if self._is_short(job):
-            self._alone(job, "short_prompt")
-            return None
-        attempt = 1
-        while True:
+        reason = job.plain or ("short_prompt" if self._is_short(job) else None)
+        if reason is None:
             try:
-                return await self._prefill(job)
-            except ApiError as failure:
-                if await self._may_retry(Role.PREFILL, job, attempt, failure):
-                    attempt += 1
-                    continue
-                if failure.retry and failure.status != 429 and self._settings.plain_decode:
-                    self._alone(job, "prefill_failed")
-                    return None
-                failure.retry = False
-                raise
+                if (grant := await self._tried(Role.PREFILL, job, lambda: self._prefill(job))) is not None:
+                    return grant
+                reason = "no_parameters"
+            except ApiError as error:
+                if not error.retry or error.status == 429 or not self.settings.plain_decode:
+                    error.retry = False
+                    raise
+                reason = "prefill_failed"
+        # Decode has to prefill this prompt; never silently.
+        job.alone = reason
+        self.metrics.plain(reason).inc()
+        return None
 
     def _is_short(self, job: Job) -> bool:
         """Whether so little of the prompt is left to compute on some decode rank that prefill is not worth it."""
-        limit = self._settings.skip_prefill_below
+        limit = self.settings.skip_prefill_below
         if not limit:
             return False
-        prompt = bytes(job.body.get(job.endpoint.prompt, b""))
-        seen = max((self._seen.fraction(rank.name, prompt) for rank in self._fleet.usable(Role.DECODE)), default=0.0)
-        return job.prompt_tokens * (1 - seen) < limit
-
-    def _alone(self, job: Job, reason: str) -> None:
-        """Decode has to prefill this prompt; never silently."""
-        job.trail.plain = reason
-        self._metrics.plain.labels(reason).inc()
+        seen = max((self._seen.fraction(rank.name, job.prompt) for rank in self.fleet.usable(Role.DECODE)), default=0.0)
+        return bodies.prompt_tokens(job.endpoint, job.body) * (1 - seen) < limit
 
     async def _prefill(self, job: Job) -> Grant | None:
-        rank = self._choose(Role.PREFILL, job, self._fleet.usable(Role.PREFILL), job.prompt_tokens)
-        job.trail.prefill, started = rank.name, time.perf_counter()
-        with rank.working(job.prompt_tokens):
-            try:
-                async with asyncio.timeout(self._settings.prefill_timeout):
-                    response = await self._post(Role.PREFILL, rank, job, prefill_body(job.endpoint, job.body))
-                    raw = await self._whole(response, rank)
-            except TimeoutError:
-                raise self._failed(Role.PREFILL, rank, "a prefill instance did not answer in time", 504) from None
-        job.trail.prefill_s = time.perf_counter() - started
-        self._metrics.prefill.observe(job.trail.prefill_s)
-        try:
-            answer = answer_object(raw)
-        except ApiError:
-            raise self._failed(Role.PREFILL, rank, "a prefill instance's answer is not JSON", 502) from None
+        tokens, started = bodies.prompt_tokens(job.endpoint, job.body), time.perf_counter()
+        with self._leg(Role.PREFILL, job, self.fleet.usable(Role.PREFILL), tokens) as rank, rank.working(tokens):
+            body = bodies.prefill_body(job.endpoint, job.body)
+            response = await self._post(rank, job, body, self._prefill_timeout)
+            answer = answer_object(await response.read())
+        job.prefill_s = time.perf_counter() - started
+        self.metrics.prefill.observe(job.prefill_s)
         parameters = answer.get("kv_transfer_params")
         if parameters is None or bytes(parameters)[:1] != b"{":
-            self._alone(job, "no_parameters")
             return None
-        self._succeeded(rank, job)
         return Grant(rank, parameters, cached_tokens(job.endpoint, answer))
 
     async def decode(self, job: Job, grant: Grant | None) -> Opened:
@@ -273,112 +290,36 @@ class Dispatcher:
         Raises:
             ApiError: the request was refused, or this try failed.
         """
-        with contextlib.ExitStack() as undo:
+        usable = self.fleet.usable(Role.DECODE)
+        suitable = [rank for rank in usable if grant is None or rank.instance.suits(grant.rank.instance)]
+        tokens = bodies.prompt_tokens(job.endpoint, job.body) + bodies.answer_tokens(job.endpoint, job.body)
+        with contextlib.ExitStack() as unread, contextlib.ExitStack() as used:
             if grant is not None:
-                undo.callback(self._release, grant.parameters)
-            usable = self._fleet.usable(Role.DECODE)
-            suitable = [rank for rank in usable if grant is None or rank.instance.suits(grant.rank.instance)]
-            tokens = job.prompt_tokens + job.answer_tokens
-            rank = self._choose(Role.DECODE, job, suitable, tokens)
-            job.trail.decode = rank.name
-            working = undo.enter_context(contextlib.ExitStack())
-            working.enter_context(rank.working(tokens))
-            body = decode_body(job.body, grant.parameters if grant else None)
-            response = await self._post(Role.DECODE, rank, job, body)
-            working.callback(response.close)
-            opened = Opened(grant.cached if grant else None, working)
-            await self._first_piece(opened, response, rank, job)
-            undo.pop_all()
-        self._succeeded(rank, job)
-        if self._settings.skip_prefill_below:
-            self._seen.add(rank.name, bytes(job.body.get(job.endpoint.prompt, b"")))
+                unread.callback(self.release, grant.parameters)
+            with self._leg(Role.DECODE, job, suitable, tokens) as rank:
+                used.enter_context(rank.working(tokens))
+                body = bodies.decode_body(job.body, grant.parameters if grant else None)
+                timeout = self._stream_timeout if bodies.streamed(job.body) else self._whole_timeout
+                response = await self._post(rank, job, body, timeout)
+                used.callback(response.close)
+                opened = await _opened(job.endpoint, response, grant.cached if grant else None)
+            job.resources.push(used.pop_all())
+            unread.pop_all()
+        if self.settings.skip_prefill_below:
+            self._seen.add(rank.name, job.prompt)
         return opened
 
-    async def _first_piece(self, opened: Opened, response: aiohttp.ClientResponse, rank: Rank, job: Job) -> None:
-        if response.content_type != "text/event-stream":
-            opened.whole = answer_object(await self._whole(response, rank))
-            return
-        opened.rest = whole_events(job.endpoint, self._pieces(response))
+
+async def _opened(endpoint: Endpoint, response: aiohttp.ClientResponse, cached: Raw | None) -> Opened:
+    rest = whole_events(endpoint, response.content.iter_any())
+    if response.content_type != "text/event-stream":
         try:
-            opened.first = await anext(opened.rest)
-        except (BrokenStreamError, StopAsyncIteration):
-            raise self._failed(Role.DECODE, rank, "a decode instance ended before its first token", 502) from None
-        error = error_in(opened.first)
-        if error is not None:
-            code = error.get("code")
-            status = code if isinstance(code, int) and 400 <= code < 600 else 502
-            raise ApiError(status, str(error.get("message", "the decode instance failed")), retry=status >= 500)
-
-    async def _pieces(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        while True:
-            try:
-                async with asyncio.timeout(self._settings.idle_timeout):
-                    piece = await response.content.readany()
-            except TimeoutError:
-                raise BrokenStreamError("an instance sent nothing for too long") from None
-            except (aiohttp.ClientError, OSError):
-                raise BrokenStreamError("the connection to an instance broke") from None
-            if not piece:
-                return
-            yield piece
-
-    def _choose(self, role: Role, job: Job, usable: list[Rank], tokens: int) -> Rank:
-        """A rank that has not failed this job, else one that has."""
-        if not usable:
-            raise ApiError(503, f"no {role} instance is available", headers={"retry-after": "1"}, retry=True)
-        candidates = [rank for rank in usable if rank not in job.tried] or usable
-        rank = self._balancers[role].choose(candidates, job.key, candidates[0].cost(tokens))
-        job.tried.add(rank)
-        return rank
-
-    @staticmethod
-    def _succeeded(rank: Rank, job: Job) -> None:
-        rank.breaker.reset()
-        rank.instance.answered()
-        job.tried.discard(rank)
-
-    async def _post(self, role: Role, rank: Rank, job: Job, body: bytes) -> aiohttp.ClientResponse:
-        headers = job.headers if rank.header is None else {**job.headers, RANK_HEADER: rank.header}
-        url = rank.instance.spec.url + job.endpoint.path
-        try:
-            response = await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, ConnectionRefusedError):
-                rank.instance.lost()
-            raise self._failed(role, rank, f"a {role} instance cannot be reached", 502) from None
-        except (aiohttp.ClientError, OSError):
-            raise self._failed(role, rank, f"a {role} instance closed the connection", 502) from None
-        self._metrics.legs.labels(role, rank.instance.spec.url, str(response.status)).inc()
-        if response.status != 200:
-            raise await self._refusal(response, rank)
-        return response
-
-    async def _refusal(self, response: aiohttp.ClientResponse, rank: Rank) -> ApiError:
-        if response.status >= 500:
-            rank.breaker.failed()
-        else:
-            rank.breaker.reset()
-        try:
-            body = await response.content.read(MAX_ERROR_BYTES)
-        except (aiohttp.ClientError, OSError):
-            body = b""
-        finally:
-            response.close()
-        status = response.status if response.status >= 400 else 502
-        return ApiError.of_instance(status, body, {name.lower(): value for name, value in response.headers.items()})
-
-    async def _whole(self, response: aiohttp.ClientResponse, rank: Rank) -> bytes:
-        prefill = rank.instance.spec.role is Role.PREFILL
-        try:
-            return await response.read()
-        except (aiohttp.ClientError, OSError):
-            rank.breaker.failed()
-            raise ApiError(502, "an instance broke off its answer", retry=prefill) from None
-        finally:
-            response.close()  # keeps the connection where the answer is complete
-
-    def _failed(self, role: Role, rank: Rank, message: str, status: int) -> ApiError:
-        """A failure that is the instance's, and that another one may not have."""
-        rank.breaker.failed()
-        self._metrics.legs.labels(role, rank.instance.spec.url, "failed").inc()
-        return ApiError(status, message, retry=True)
+            return Opened(cached, answer_object(await response.read()), b"", rest)
+        except BROKEN as error:
+            raise failure(error) from None  # it was computed, and may have had effects elsewhere
+    opened = Opened(cached, None, await anext(rest), rest)
+    if (said := error_in(opened.first)) is not None:
+        code = said.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 502
+        raise ApiError(status, str(said.get("message", "the decode instance failed")), status >= 500)
+    return opened

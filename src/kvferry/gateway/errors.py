@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
+from starlette.responses import Response
 
 from kvferry.errors import GatewayError
 
@@ -21,49 +23,42 @@ _TYPES = {
 PASSED_ON = ("retry-after", "www-authenticate")
 
 
+@dataclass(eq=False)
 class ApiError(GatewayError):
     """An answer that is an error.
 
-    Args:
+    Attributes:
         status: what the client gets.
         message: what was wrong; never a key, a prompt or an address of an instance.
+        retry: another instance might answer better.
         body: an instance's own error body, passed on as it is.
         headers: to send with it.
-        retry: another instance might answer better.
-        elsewhere: and only another one; this one asked to be left alone.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        retry: bool = False,
-        elsewhere: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = error_body(status, message) if body is None else body
-        self.headers = {"content-type": "application/json", **(headers or {})}
-        self.retry = retry
-        self.elsewhere = elsewhere
+    status: int
+    message: str
+    retry: bool = False
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
     @classmethod
     def of_instance(cls, status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
-        """What an instance answered, for the client."""
-        kept = {name: headers[name] for name in PASSED_ON if name in headers}
-        if body:
-            kept["content-type"] = headers.get("content-type", "application/json")
-        refused = status in (429, 503)
-        return cls(
-            status,
-            f"an instance answered {status}",
-            body or None,
-            kept,
-            retry=refused or status >= 500,
-            elsewhere=refused,
-        )
+        """What an instance answered, for the client; ``headers`` are found in any case of letters."""
+        names = (*PASSED_ON, "content-type") if body else PASSED_ON
+        kept = {name: headers[name] for name in names if name in headers}
+        return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body, kept)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Only another instance might answer better; this one asked to be left alone."""
+        return self.status in (429, 503)
+
+    def response(self) -> Response:
+        body = self.body or error_body(self.status, self.message)
+        return Response(body, self.status, {"content-type": "application/json", **self.headers})
 
 
 def error_body(status: int, message: str) -> bytes:
@@ -73,7 +68,7 @@ def error_body(status: int, message: str) -> bytes:
 
 def error_event(message: str, status: int, named: bool) -> bytes:
     """A server-sent event that ends a stream; ``named`` in the form that the Responses API has for it."""
-    if named:
-        event = {"type": "error", "code": str(status), "message": message, "param": None, "sequence_number": 0}
-        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
-    return b"data: " + error_body(status, message) + b"\n\n"
+    if not named:
+        return b"data: " + error_body(status, message) + b"\n\n"
+    event = {"type": "error", "code": str(status), "message": message, "param": None, "sequence_number": 0}
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -36,8 +36,7 @@ class Releaser:
         except ParamsError:
             self._outcome("foreign")  # another connector's: its own time-out frees it
             return
-        if self._client is None:
-            self._client = Client("kvferry-release", seal=self._seal)
+        self._client = self._client or Client("kvferry-release", seal=self._seal)
         message = Release(offer.incarnation, offer.request, offer.nonce, draw())
         self._client.send(offer.address, message, TIMEOUT_S, self._answered)
 

@@ -23,7 +23,7 @@ MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the directory where prometheus_client adds up what several processes count."""
 
 Seconds = Annotated[float, Meta(gt=0)]
-_HOST = re.compile(r"[A-Za-z0-9._\-\[\]:]+")
+_INSTANCE = re.compile(r"(https?://[A-Za-z0-9._\-\[\]:]+)/?(?:,dp=([1-9][0-9]{0,3}))?")
 
 
 class Role(StrEnum):
@@ -53,20 +53,13 @@ class InstanceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             GatewayError: it is neither.
         """
-        url, _, option = text.partition(",")
-        parts = urlsplit(url)
-        dp = re.fullmatch(r"dp=([1-9][0-9]{0,3})", option)
-        plain = parts.scheme in ("http", "https") and _HOST.fullmatch(parts.netloc) and parts.path in ("", "/")
-        if not plain or parts.query or parts.fragment or (option and not dp) or not _port_is_good(url):
-            raise GatewayError(f"{text!r} is not of the form http://host:port or http://host:port,dp=2")
-        return cls(f"{parts.scheme}://{parts.netloc}", role, int(dp[1]) if dp else None)
-
-
-def _port_is_good(url: str) -> bool:
-    try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
+        found = _INSTANCE.fullmatch(text)
+        try:
+            if found and urlsplit(found[1]).port != 0:
+                return cls(found[1], role, int(found[2]) if found[2] else None)
+        except ValueError:
+            pass  # a port that there is not
+        raise GatewayError(f"{text!r} is not of the form http://host:port or http://host:port,dp=2")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -83,7 +76,7 @@ class Settings(msgspec.Struct, frozen=True):
         deadline: from a request's arrival to the first byte of its answer (the whole answer where it is not streamed).
         prefill_timeout: for one prefill leg.
         connect_timeout: for a connection to an instance.
-        idle_timeout: between two pieces of a streamed answer.
+        idle_timeout: between two pieces of a streamed answer, and before its head.
         probe_interval, probe_timeout: of the health checks.
         probe_misses: consecutive health checks without an answer after which an instance counts as lost; one that
             refuses connections or says that it is unwell is lost at once.
