@@ -12,7 +12,7 @@ from kvferry.cluster import flags
 from kvferry.cluster.flags import Flags
 from kvferry.cluster.machine import Machine
 from kvferry.cluster.manifest import Manifest, Role, Router, instance_name
-from kvferry.cluster.ports import PortChooser, is_free, require_free
+from kvferry.cluster.ports import PortChooser
 from kvferry.cluster.spec import InstanceSpec, Layout, kv_bytes_per_token, layout_reasons, reachable
 from kvferry.errors import SpecError
 
@@ -92,8 +92,9 @@ class Allocator:
         """
         manifest = self.manifest
         if manifest.port is not None:
-            require_free(manifest.port, manifest.host)
-        port = manifest.port or (USUAL_PORT if is_free(USUAL_PORT, manifest.host) else self.ports.run())
+            port = self.ports.require(manifest.port, manifest.host)
+        else:
+            port = self.ports.prefer(USUAL_PORT, manifest.host)
         return Front(manifest.host, port, self.ports.run() if manifest.router is Router.VLLM_ROUTER else 0)
 
     def all_members(self) -> list[Member]:
@@ -127,10 +128,12 @@ class Allocator:
 
     def _member(self, role: Role, index: int, devices: tuple[str, ...]) -> Member:
         layout, own = self.manifest.layout(role, index), self.manifest.override(role, index)
-        for port in filter(None, (own.port, own.side_channel_port)):
-            require_free(port)
-        port = own.port or self.ports.run()
+        host = self.manifest.instance_host
+        port = self.ports.run() if own.port is None else self.ports.require(own.port, host)
         side_channel = own.side_channel_port or self.ports.run(layout.dp)
+        if own.side_channel_port is not None:
+            for each in range(side_channel, side_channel + layout.dp):
+                self.ports.require(each)
         spec = InstanceSpec(
             instance_name(role, index),
             self.model,
@@ -141,7 +144,7 @@ class Allocator:
             connector_config=self._connector(role, index, side_channel),
             kv_load_failure_policy="recompute",
             environment={**self._binding(devices, layout), **self.manifest.environment_of(role, index)},
-            host=self.manifest.instance_host,
+            host=host,
             **engine_settings(self.manifest.flags(role, index), self.config, self.machine.cpu),
         )
         return Member(role, index, spec, devices, side_channel)

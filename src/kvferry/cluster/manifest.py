@@ -189,8 +189,8 @@ def layout_of(given: str | Mapping[str, Any], where: str) -> Layout:
         raise SpecError(text if text.startswith(where) else f"{where}: {text}") from error
 
 
-def parse(raw: Any, source: str) -> Manifest:
-    """Check what a cluster is to be; `source` begins every complaint.
+def parse(raw: Any, source: str = "") -> Manifest:
+    """Check what a cluster is to be; `source` begins every complaint, where there is one.
 
     Raises:
         SpecError: an unknown key (the nearest known one is named), a value of the wrong kind, or things that
@@ -204,7 +204,7 @@ def parse(raw: Any, source: str) -> Manifest:
         _check(manifest)
         return manifest
     except SpecError as error:
-        raise SpecError(f"{source}: {error}") from error
+        raise SpecError(f"{source}: {error}" if source else str(error)) from error
 
 
 def _converted(raw: Mapping[str, Any]) -> Manifest:

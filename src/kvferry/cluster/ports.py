@@ -42,6 +42,25 @@ class PortChooser:
         self._taken = set(taken)
         self._range = range(LOWEST, max(LOWEST + 1000, _ephemeral_start()))
 
+    def require(self, port: int, host: str = HOST) -> int:
+        """A port that somebody asked for.
+
+        Raises:
+            PortInUseError: it is taken, or promised to others.
+        """
+        if port in self._taken:
+            raise PortInUseError(f"port {port} belongs to another instance or cluster; choose another one")
+        require_free(port, host)
+        self._taken.add(port)
+        return port
+
+    def prefer(self, port: int, host: str = HOST) -> int:
+        """That port, or any where it cannot be had."""
+        try:
+            return self.require(port, host)
+        except PortInUseError:
+            return self.run()
+
     def run(self, count: int = 1) -> int:
         """The first of `count` neighbouring ports; they are not chosen again.
 

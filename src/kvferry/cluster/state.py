@@ -105,6 +105,12 @@ class StateDirectory:
             os.close(self._lock)
             self._lock = None
 
+    def hand_over(self) -> None:
+        """A child has inherited the lock; leave it to that."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def require_running(self) -> None:
         """Raises:
         ClusterError: no cluster of this name runs; the text names those that do.
