@@ -24,7 +24,9 @@ def scale(
     with reported_errors():
         numbers = replicas(wanted)
         request = Request("scale", numbers.get(Role.PREFILL), numbers.get(Role.DECODE))
-        with step(f"scaling {name} to {', '.join(wanted)}"), asked(StateDirectory(name), request, None) as (result, _):
+        state = StateDirectory(name)
+        state.require_running()
+        with step(f"scaling {name} to {', '.join(wanted)}"), asked(state, request, None) as (result, _):
             pass
         out.print(f"{name} has {result}", markup=False)
 

@@ -80,11 +80,10 @@ def up(
             }
         )
         manifest = _demo(given, options) if demo else _manifest(given, options)
-        state = StateDirectory(manifest.name)
         if dry_run:
-            _print_script(manifest, state)
+            _print_script(manifest)
         else:
-            _start(manifest, state, detach)
+            _start(manifest, StateDirectory(manifest.name), detach)
 
 
 def _split(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
@@ -146,9 +145,11 @@ def _demo(given: str | None, options: Mapping[str, Any]) -> Manifest:
     return parse(_overlaid({**base, "model": str(model)}, options))
 
 
-def _print_script(manifest: Manifest, state: StateDirectory) -> None:
+def _print_script(manifest: Manifest) -> None:
     from kvferry.cluster.preparation import as_script, prepare
 
+    # Keys of its own: a cluster of that name may be running, and its instances read their secret again when restarted.
+    state = StateDirectory(f"{manifest.name}.by-hand")
     typer.echo(as_script(prepare(manifest, state), state), nl=False)
 
 

@@ -11,7 +11,7 @@ from kvferry.cluster.launch import GATEWAY, ROUTER, router_binary, router_enviro
 from kvferry.cluster.machine import Machine, model_directory, this_machine
 from kvferry.cluster.manifest import Manifest, Router
 from kvferry.cluster.ports import PortChooser
-from kvferry.cluster.script import block, script, secret_command, shell_command
+from kvferry.cluster.script import block, keys_command, script, shell_command
 from kvferry.cluster.session import front_command
 from kvferry.cluster.spec import read_model_config
 from kvferry.cluster.state import StateDirectory, running_clusters
@@ -78,7 +78,7 @@ def as_script(prepared: Prepared, state: StateDirectory) -> str:
     allocator, inherited = prepared.allocator, os.environ
     cpu = allocator.machine.cpu
     keys = [path for path in (allocator.secret, state.admin_key) if path.parent == state.path]
-    blocks = [block("the secret of the instances, and the key of the gateway's /admin", secret_command(keys))]
+    blocks = [block("the secret of the instances, and the key of the gateway's /admin", keys_command(keys))]
     for member in prepared.members:
         where = f"on {allocator.machine.kind} {', '.join(member.devices)}" if member.devices else "on all cores"
         command = shell_command(engine_command(member.spec, cpu), _environment(member, cpu), inherited)

@@ -1,6 +1,5 @@
 """The commands of a cluster as text for a shell: what ``kvferry up --dry-run`` prints."""
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +20,16 @@ def shell_command(command: Sequence[str], environment: Mapping[str, str], inheri
 
 def _lines(command: Sequence[str]) -> list[str]:
     """The program with what is no flag, then each flag with its values."""
-    lines: list[list[str]] = [[]]
+    lines = [""]
     for part in command:
         if part.startswith("--"):
-            lines.append([INDENT])
-        lines[-1].append(shlex.quote(part))
-    return [" ".join(line) for line in lines]
+            lines.append(INDENT + shlex.quote(part))
+        else:
+            lines[-1] += " " * bool(lines[-1]) + shlex.quote(part)
+    return lines
 
 
-def secret_command(files: Sequence[Path]) -> str:
+def keys_command(files: Sequence[Path]) -> str:
     """Makes files with fresh random keys, for this user only."""
     lines = ["umask 077", *(f"mkdir -p {shlex.quote(str(path))}" for path in sorted({file.parent for file in files}))]
     lines += [f"od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > {shlex.quote(str(file))}" for file in files]
@@ -43,4 +43,4 @@ def block(title: str, command: str) -> str:
 def script(blocks: Sequence[str]) -> str:
     """All blocks, with a word on how to run them."""
     head = "# Each of these in a shell of its own, the first one first; the last one when all before it answer.\n"
-    return os.linesep.join([head, *blocks])
+    return "\n".join([head, *blocks])
