@@ -66,10 +66,9 @@ def look(client: httpx.Client, url: str) -> Pulse:
 
 @dataclass(frozen=True)
 class Moved:
-    """Counters of a decode instance: bytes that its workers read, prompt tokens that came with them, and failures."""
+    """Counters of a decode instance: bytes that its workers read and were told to be good, and reads that failed."""
 
     bytes: int
-    tokens: int
     failures: int
 
     @classmethod
@@ -79,11 +78,8 @@ class Moved:
             text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).raise_for_status().text
         except httpx.HTTPError as error:
             raise DispatchError(f"{url}/metrics cannot be read: {error}") from error
-        return cls(
-            total(text, "vllm:nixl_bytes_transferred_sum"),
-            total(text, "vllm:external_prefix_cache_hits"),
-            total(text, "vllm:nixl_num_failed_transfers"),
-        )
+        counters = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfers")
+        return cls(*(total(text, counter) for counter in counters))
 
 
 def connect(dispatcher: Dispatcher, prefill: Member, decode: Member, config: Mapping[str, Any]) -> None:
@@ -122,7 +118,7 @@ def _move(
     end = time.monotonic() + SETTLE_S
     while True:
         after = Moved.read(decode.spec.url)
-        if after.bytes > before.bytes and after.tokens > before.tokens:
+        if after.bytes > before.bytes:
             return ""
         if after.failures > before.failures:
             return f"a read failed; {decode.name}'s log says why"

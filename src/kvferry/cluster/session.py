@@ -209,10 +209,14 @@ class Session:
     def _until(self, condition: Callable[[], bool]) -> None:
         """Show the cluster until the condition holds or it is to stop."""
         while not (self._stop.is_set() or condition()):
-            self._view.show(self.status())
+            self._show()
             self._wake.wait(REFRESH_S)
             self._wake.clear()
-        self._view.show(self.status())
+        self._show()
+
+    def _show(self) -> None:
+        with contextlib.suppress(OSError):  # a terminal that was closed is no reason to leave requests unfinished
+            self._view.show(self.status())
 
     def _connect(self, new: Kept) -> None:
         """Move a prompt between an instance that has begun to answer and every one opposite that does so already.
@@ -416,7 +420,7 @@ class Session:
         waiting = threading.Thread(target=self._drain_members, args=(members,), name="drain", daemon=True)
         waiting.start()
         while waiting.is_alive() and not self._hurry.is_set():
-            self._view.show(self.status())
+            self._show()
             waiting.join(REFRESH_S)
 
     def _drain_members(self, members: Sequence[Kept]) -> None:
@@ -435,4 +439,4 @@ class Session:
         front = [self._front_keeper] if self._front_keeper else []
         keepers = [one.keeper for one in self._kept.values()]
         stop_all([*front, *keepers], self._hurry)
-        self._view.show(self.status())
+        self._show()

@@ -25,9 +25,7 @@ STARTED = time.time()
 class Counters:
     lock = threading.Lock()
     running = 0
-    held = 0
     bytes = 0
-    tokens = 0
     well = True
 
 
@@ -66,7 +64,6 @@ class Handler(BaseHTTPRequestHandler):
         if given.get("do_remote_prefill") and not os.environ.get("STANDIN_READS_NOTHING"):
             with Counters.lock:
                 Counters.bytes += 1000
-                Counters.tokens += 10
         words = [f"word{number} " for number in range(body.get("max_tokens") or 4)]
         if body.get("stream"):
             self._stream(words)
@@ -105,12 +102,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def metrics() -> str:
-    lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {0.5 if Counters.held else 0.0}' for rank in range(RANKS)]
+    lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {0.5 if Counters.running else 0.0}' for rank in range(RANKS)]
     lines += [
         f'vllm:num_requests_running{{engine="0"}} {Counters.running}.0',
         'vllm:num_requests_waiting{engine="0"} 0.0',
         f'vllm:nixl_bytes_transferred_sum{{engine="0"}} {Counters.bytes}.0',
-        f'vllm:external_prefix_cache_hits_total{{engine="0"}} {Counters.tokens}.0',
         f"process_start_time_seconds {STARTED}",
     ]
     return "\n".join(lines) + "\n"
