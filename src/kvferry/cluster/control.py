@@ -40,7 +40,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One process of the cluster as it is now.
 
     Attributes:
-        state: ``starting``, ``probing``, ``ready``, ``draining``, ``restarting``, ``stopping`` or ``failed``.
+        state: a ``kvferry.cluster.keeper.State``.
         since_s: seconds in that state.
         detail: why it was restarted last, or what is awaited.
         running, waiting: requests, as it says itself; None where it says nothing.

@@ -96,7 +96,7 @@ class Fleet:
 
     def serving(self) -> list[Member]:
         """Members that requests may go to; one that is being restarted is one of them."""
-        leaving = (State.DRAINING, State.STOPPING, State.FAILED)
+        leaving = (State.DRAINING, State.STOPPING, State.STOPPED, State.FAILED)
         return [one.member for one in self.ordered() if one.keeper.settled and one.keeper.state not in leaving]
 
     def record(self) -> None:

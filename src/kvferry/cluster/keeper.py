@@ -33,6 +33,7 @@ class State(StrEnum):
     DRAINING = "draining"
     RESTARTING = "restarting"
     STOPPING = "stopping"
+    STOPPED = "stopped"
     FAILED = "failed"
 
 
@@ -109,6 +110,8 @@ class Keeper:
     def stop(self) -> None:
         """End the process and the thread."""
         self._end.set()
+        if self._process is not None:
+            self._set(State.STOPPING)
         self._discard()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
@@ -146,7 +149,7 @@ class Keeper:
             self.failure = StartError(f"{self.job.name} cannot be kept: {error!r}")
         finally:
             self._discard()
-            self._set(State.FAILED if self.failure else State.STOPPING, str(self.failure or "").partition("\n")[0])
+            self._set(State.FAILED if self.failure else State.STOPPED, str(self.failure or "").partition("\n")[0])
             self._settled.set()
 
     @property
