@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,8 @@ def _url(up: subprocess.Popen[str]) -> str:
     pytest.fail(f"it ended: {said}")
 
 
-def _ask(url: str) -> httpx.Response:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+def _ask(url: str, max_tokens: int = 3) -> httpx.Response:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=DEADLINE_S, trust_env=False)
 
 
@@ -227,6 +228,28 @@ def test_logs_are_followed_until_the_cluster_ends(place: Place) -> None:
             assert any("status=200" in line for line in logs.stdout)
             up.terminate()
             assert logs.wait(DEADLINE_S) == 0
+
+
+def test_who_asks_may_be_interrupted_and_stops_nothing(place: Place) -> None:
+    with place.up(place.file(environment={"STANDIN_PACE_S": "0.2"})) as up:
+        url = _url(up)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(_ask, url, 30)
+            command = [sys.executable, "-m", "kvferry", "down"]
+            with subprocess.Popen(
+                [sys.executable, "-c", AS_FROM_A_SHELL, *command],
+                env=place.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as down:
+                assert down.stdout is not None
+                assert down.stdout.readline() == "stopping default ...\n"
+                down.send_signal(signal.SIGINT)
+                _, said = down.communicate(timeout=DEADLINE_S)
+                assert (down.returncode, said) == (130, "kvferry: interrupted; the cluster goes on stopping\n")
+            assert answer.result(DEADLINE_S).status_code == 200
+        assert up.wait(DEADLINE_S) == 0
 
 
 def test_the_commands_of_a_dry_run_serve_when_run_in_shells(place: Place) -> None:

@@ -97,6 +97,12 @@ def test_further_members_get_what_is_left() -> None:
         allocator.members([(Role.DECODE, 2)], [*running, more])
 
 
+def test_a_further_member_shares_cores_where_others_do() -> None:
+    allocator = _allocator(FOUR_CORES, prefill={"layout": "tp=2,pp=2"})
+    [more] = allocator.members([(Role.DECODE, 1)], allocator.all_members())
+    assert more.devices == ()
+
+
 def test_sharing_is_refused_to_nobody_on_cores() -> None:
     shares = share_devices([Need("a", 100)], FOUR_CORES, None, {"0", "1"})
     assert shares == {"a": ()}

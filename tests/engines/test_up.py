@@ -29,6 +29,7 @@ from .waiting import await_that
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 START_S, STOP_S, ANSWER_S = 420.0, 120.0, 120.0
+PAUSE_S = 0.5  # between a client's requests: without it they keep a small machine from ever starting one engine more
 MODEL = "model"
 WORDS = ["ferry", "river", "bank", "bridge", "stone", "iron", "keeper", "lock", "hour", "people", "car", "time"]
 FLAGS = ("--", "--dtype", "float32", "--kv-cache-memory-bytes", str(CACHE_BYTES))
@@ -188,6 +189,7 @@ def test_scaling_decode_under_load_fails_no_request(fleet: Fleet, cluster: Up) -
             text = ask(cluster.url, question, 8).text if answered % 2 else _whole(cluster.url, question)
             assert text == expected[question]
             answered += 1
+            end.wait(PAUSE_S)
         return answered
 
     with cluster.serving("--prefill", "pp=2"), ThreadPoolExecutor(3) as pool:

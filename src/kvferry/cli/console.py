@@ -36,6 +36,17 @@ def reported_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def left_alone(what_goes_on: str = "") -> Iterator[None]:
+    """For commands that only ask a running cluster: Ctrl-C ends the asking, and stops nothing there."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if what_goes_on:
+            err.print(f"kvferry: interrupted; {what_goes_on}", markup=False)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+@contextlib.contextmanager
 def named_logs(directory: Path) -> Iterator[None]:
     """Say where the logs are when something goes wrong while they are written."""
     try:

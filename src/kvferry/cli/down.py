@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import out, reported_errors, step
+from kvferry.cli.console import left_alone, out, reported_errors, step
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.manifest import DEFAULT_NAME
 from kvferry.cluster.state import StateDirectory
@@ -21,7 +21,7 @@ def down(
     """Stop a cluster: it takes no new requests, finishes those under way, and leaves nothing running."""
     from kvferry.cluster.control import Request, asked
 
-    with reported_errors():
+    with reported_errors(), left_alone("the cluster goes on stopping"):
         state = StateDirectory(name)
         with asked(state, Request("down")) as (_, end), step(f"stopping {name}"):
             if now:

@@ -8,7 +8,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvferry.cli.console import reported_errors
+from kvferry.cli.console import left_alone, reported_errors
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.logs import tail
 from kvferry.cluster.manifest import DEFAULT_NAME
@@ -26,7 +26,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until it stops.")] = False,
 ) -> None:
     """Show the last lines of the logs, each with its instance's name; also after the cluster has stopped."""
-    with reported_errors():
+    with reported_errors(), left_alone():
         state = StateDirectory(name)
         files = _files(state, instances or [])
         followed = [Followed(file) for file in files]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import out, reported_errors, step
+from kvferry.cli.console import left_alone, out, reported_errors, step
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.manifest import DEFAULT_NAME, Role
 from kvferry.cluster.state import StateDirectory
@@ -21,7 +21,7 @@ def scale(
     """Add replicas, or drain some, while requests are served; a request under way is not failed for it."""
     from kvferry.cluster.control import Request, asked
 
-    with reported_errors():
+    with reported_errors(), left_alone("the cluster goes on with it, see kvferry status"):
         numbers = replicas(wanted)
         request = Request("scale", numbers.get(Role.PREFILL), numbers.get(Role.DECODE))
         state = StateDirectory(name)

@@ -115,8 +115,8 @@ def _cells(one: InstanceStatus) -> dict[str, Text]:
 
 
 def _short(layout: str) -> str:
-    """A layout without its sizes of 1."""
-    return ",".join(part for part in layout.split(",") if not part.endswith("=1")) or layout
+    """A layout without its sizes of 1, where it has others."""
+    return ",".join(part for part in layout.split(",") if not part.endswith("=1")) or layout.partition(",")[0]
 
 
 def load(one: InstanceStatus) -> str:

@@ -116,6 +116,8 @@ class Allocator:
         """
         needs = [self._need(role, index) for role, index in wanted]
         held = {device for member in running for device in member.devices}
+        if self.machine.cpu and not all(member.devices for member in running):
+            held = set(self.machine.devices)  # some share all cores, so none is left for one instance alone
         shares = share_devices(needs, self.machine, self.manifest.devices, held | self.elsewhere)
         return [self._member(*key, shares[need.name]) for key, need in zip(wanted, needs, strict=True)]
 
