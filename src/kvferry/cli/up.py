@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, out, reported_errors, step
+from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, out, reported_errors
 from kvferry.cluster.flags import Flags, from_arguments
 from kvferry.cluster.manifest import Manifest, Router, parse, read_yaml
 from kvferry.cluster.state import Record, StateDirectory, one_at_a_time
@@ -140,8 +140,8 @@ def _demo(given: str | None, options: Mapping[str, Any]) -> Manifest:
     base = {"model": NAME, "served_model_name": NAME, **sides}
     wanted = parse(_overlaid(base, options))
     layouts = [wanted.layout(role, 0) for role in Role]
-    with step("preparing SmolLM2-135M-Instruct") as shown:
-        model, _ = smollm2_for(layouts, progress=shown.say)
+    # Not on standard output: with --dry-run that is a script.
+    model, _ = smollm2_for(layouts, progress=lambda what: err.print(f"{NAME}: {what}", markup=False))
     return parse(_overlaid({**base, "model": str(model)}, options))
 
 
