@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -228,6 +229,27 @@ def test_logs_are_followed_until_the_cluster_ends(place: Place) -> None:
             assert any("status=200" in line for line in logs.stdout)
             up.terminate()
             assert logs.wait(DEADLINE_S) == 0
+
+
+def test_a_detached_start_that_is_interrupted_leaves_nothing(place: Place) -> None:
+    with place.up(place.file(), "--detach") as up:
+        _until(place.state().socket.exists, "starting")
+        up.send_signal(signal.SIGINT)
+        said, _ = up.communicate(timeout=DEADLINE_S)
+        assert up.returncode == 130, said
+    assert place.processes() == []
+
+
+@pytest.mark.skipif(shutil.which("vllm-router", path=Path(sys.executable).parent) is None, reason="no vllm-router")
+def test_vllm_router_serves_instead_and_cannot_be_scaled_behind(place: Place) -> None:
+    with place.up(place.file(), "--router", "vllm-router") as up:
+        assert _ask(_url(up)).status_code == 200
+        refused = place.run("scale", "decode=2")
+        assert refused.returncode == 2
+        assert "vllm-router can neither add nor drain instances" in refused.stderr
+        up.terminate()
+        assert up.wait(DEADLINE_S) == 0
+    assert place.processes() == []
 
 
 def test_who_asks_may_be_interrupted_and_stops_nothing(place: Place) -> None:

@@ -190,7 +190,7 @@ def _run(prepared: Any, state: StateDirectory, serving: Callable[[], None]) -> b
 
 
 def _announce(manifest: Manifest, url: str) -> None:
-    out.print(f"serving {manifest.served_name} on {url}/v1", markup=False)
+    out.print(f"serving {manifest.served_name} on {url}/v1; Ctrl-C drains and stops it", markup=False)
 
 
 def _detached(state: StateDirectory, run: Callable[[Callable[[], None]], bool]) -> None:

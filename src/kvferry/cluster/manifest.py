@@ -13,7 +13,7 @@ from kvferry.cluster import flags
 from kvferry.cluster.flags import Flags
 from kvferry.cluster.spec import KEYS as LAYOUT_KEYS
 from kvferry.cluster.spec import LOOPBACK, Layout
-from kvferry.errors import SettingsError, SpecError
+from kvferry.errors import GatewayError, SettingsError, SpecError
 
 Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -281,10 +281,35 @@ def _require_no_address(options: Mapping[str, Any], where: str) -> None:
 
 
 def _check_gateway(manifest: Manifest) -> None:
-    options = [str(key).replace("_", "-") for key in manifest.gateway]
+    options = {str(key).replace("_", "-"): value for key, value in manifest.gateway.items()}
     if manifest.router is not Router.GATEWAY and options:
         raise SpecError(f"gateway: there is no gateway with router: {manifest.router}")
     _require_known(options, GATEWAY_OPTIONS, "gateway")
+    _check_gateway_values({key.replace("-", "_"): value for key, value in options.items()})
+
+
+class _Workers(msgspec.Struct):
+    """Options of the command that are no settings of the gateway."""
+
+    workers: Annotated[int, Meta(ge=1, le=256)] = 1
+    access_log: bool = True
+
+
+def _check_gateway_values(options: Mapping[str, Any]) -> None:
+    """By the gateway's own rules; it would find them out only when all engines have started."""
+    from kvferry.gateway.settings import Settings as GatewaySettings
+    from kvferry.gateway.settings import read_keys
+
+    try:
+        msgspec.convert(options, _Workers, strict=False)
+        msgspec.convert(options, GatewaySettings, strict=False)
+        for key in ("api_key_file", "engine_key_file"):
+            read_keys(options.get(key))
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        raise SpecError(f"gateway.{path.rstrip('`').replace('_', '-')}: {text}") from error
+    except GatewayError as error:
+        raise SpecError(f"gateway: {error}") from error
 
 
 def _check_ports(manifest: Manifest) -> None:
