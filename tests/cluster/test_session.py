@@ -4,6 +4,7 @@ nothing. Engines are stand-ins; keepers, guards, control socket and gateway are 
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,22 @@ def test_scaling_under_load_fails_no_request(tmp_path: Path) -> None:
         answers = [answer for one in clients for answer in one.result(DEADLINE_S)]
     assert set(answers) == {"right"}
     assert cluster.instance("decode-2") is None
+
+
+def test_a_prefill_that_holds_what_is_still_to_be_read_is_not_taken_away(tmp_path: Path) -> None:
+    holding = {"prefill-1": {"environment": {"STANDIN_HOLDS_S": "2"}}}
+    with started(tmp_path, prefill={"replicas": 2}, instances=holding) as cluster:
+        leg = {"prompt": [1], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        httpx.post(f"{cluster.instance('prefill-1').url}/v1/completions", json=leg, trust_env=False)
+        begin = time.monotonic()
+        assert cluster.scale(prefill=1) == "prefill=1, decode=1"
+        assert time.monotonic() - begin > 1.5
+
+
+def test_draining_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    holding = {"prefill-1": {"environment": {"STANDIN_HOLDS_S": "600"}}}
+    with started(tmp_path, prefill={"replicas": 2}, instances=holding, drain_timeout=0.5) as cluster:
+        assert cluster.scale(prefill=1) == "prefill=1, decode=1"
 
 
 def test_a_replica_that_does_not_start_is_not_added(tmp_path: Path) -> None:

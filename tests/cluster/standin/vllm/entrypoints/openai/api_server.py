@@ -4,7 +4,7 @@ It is found before the real one because the manifest of a test puts its director
 function of the prompt. As decode it "reads" what `kv_transfer_params` name, and counts that as the connector does.
 
 Environment, all optional: STANDIN_DIES, a message to die with at the start; STANDIN_READS_NOTHING; STANDIN_PACE_S,
-seconds for each token.
+seconds for each token; STANDIN_HOLDS_S, seconds that a prefill is held for its reader.
 """
 
 import json
@@ -19,12 +19,14 @@ ARGUMENTS = {flag: value for flag, value in zip(sys.argv[1:], [*sys.argv[2:], ""
 CONNECTOR = json.loads(ARGUMENTS.get("--kv-transfer-config", "{}"))
 RANKS = int(ARGUMENTS.get("--data-parallel-size", "1"))
 PACE_S = float(os.environ.get("STANDIN_PACE_S", "0"))
+HOLDS_S = float(os.environ.get("STANDIN_HOLDS_S", "0"))
 STARTED = time.time()
 
 
 class Counters:
     lock = threading.Lock()
     running = 0
+    held_until = 0.0
     bytes = 0
     well = True
 
@@ -73,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "finish_reason": "length", "token_ids": list(range(len(words))), **key}
         answer: dict[str, Any] = {"id": "x", "choices": [choice], "usage": {"prompt_tokens": 10, "total_tokens": 12}}
         if given.get("do_remote_decode"):
+            Counters.held_until = time.monotonic() + HOLDS_S
             answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_port": 1}
         self._send(200, json.dumps(answer).encode())
 
@@ -102,7 +105,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def metrics() -> str:
-    lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {0.5 if Counters.running else 0.0}' for rank in range(RANKS)]
+    used = 0.5 if Counters.running or time.monotonic() < Counters.held_until else 0.0
+    lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {used}' for rank in range(RANKS)]
     lines += [
         f'vllm:num_requests_running{{engine="0"}} {Counters.running}.0',
         'vllm:num_requests_waiting{engine="0"} 0.0',
