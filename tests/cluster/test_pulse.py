@@ -97,3 +97,11 @@ def test_a_read_that_fails_is_told_from_one_that_never_was(monkeypatch: pytest.M
     pair = Pair(monkeypatch, (Moved(7, number) for number in range(100)))
     with pytest.raises(StartError, match="a read failed; decode-0's log says why"):
         pair.connect(pair.prefill, pair.decode)
+
+
+def test_a_prefill_that_still_holds_the_prompt_was_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch, (Moved(number, 0) for number in range(100)))
+    monkeypatch.setattr(pulse, "look", lambda *_: Pulse(True, Load(kv_usage=0.1)))
+    pair.connect(pair.prefill, pair.decode)
+    with pytest.raises(StartError, match="prefill-0 still holds the prompt, so nobody has read it"):
+        connect(pair.dispatcher, pair.prefill, pair.decode, GROUPED_QUERY, prefill_is_idle=True)

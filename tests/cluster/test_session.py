@@ -37,6 +37,11 @@ def _await_restart(cluster: Cluster, name: str, times: int) -> None:
     until(lambda: cluster.instance(name).state == "ready", f"{name} being ready again")
 
 
+def _prefill(url: str, held_s: float) -> None:
+    leg = {"prompt": [1], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}, "held_s": held_s}
+    httpx.post(f"{url}/v1/completions", json=leg, trust_env=False)
+
+
 def _arguments(url: str) -> Any:
     return httpx.get(f"{url}/arguments", trust_env=False).json()
 
@@ -144,18 +149,25 @@ def test_scaling_under_load_fails_no_request(tmp_path: Path) -> None:
 
 
 def test_a_prefill_that_holds_what_is_still_to_be_read_is_not_taken_away(tmp_path: Path) -> None:
-    holding = {"prefill-1": {"environment": {"STANDIN_HOLDS_S": "2"}}}
-    with started(tmp_path, prefill={"replicas": 2}, instances=holding) as cluster:
-        leg = {"prompt": [1], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-        httpx.post(f"{cluster.instance('prefill-1').url}/v1/completions", json=leg, trust_env=False)
+    with started(tmp_path, prefill={"replicas": 2}) as cluster:
+        _prefill(cluster.instance("prefill-1").url, held_s=2.0)
         begin = time.monotonic()
         assert cluster.scale(prefill=1) == "prefill=1, decode=1"
         assert time.monotonic() - begin > 1.5
 
 
+def test_a_further_prefill_that_nobody_reads_from_is_not_added(tmp_path: Path) -> None:
+    """Decode's counters grow all the same, for others."""
+    unread = {"prefill-1": {"environment": {"STANDIN_HOLDS_S": "600"}}}
+    with started(tmp_path, instances=unread) as cluster:
+        with pytest.raises(KVFerryError, match=r"prefill-1 and decode-0 do not exchange KV caches: .* still holds"):
+            cluster.scale(prefill=2)
+        assert cluster.instance("prefill-1") is None
+
+
 def test_draining_ends_when_its_time_is_up(tmp_path: Path) -> None:
-    holding = {"prefill-1": {"environment": {"STANDIN_HOLDS_S": "600"}}}
-    with started(tmp_path, prefill={"replicas": 2}, instances=holding, drain_timeout=0.5) as cluster:
+    with started(tmp_path, prefill={"replicas": 2}, drain_timeout=0.5) as cluster:
+        _prefill(cluster.instance("prefill-1").url, held_s=600.0)
         assert cluster.scale(prefill=1) == "prefill=1, decode=1"
 
 

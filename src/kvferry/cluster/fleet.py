@@ -123,6 +123,7 @@ class Fleet:
         Of each pair the later one comes here and finds the other. Raises ``StartError`` where nothing was moved.
         """
         opposite = [one for one in self.ordered() if one.role is not new.role and one.keeper.answering]
+        unknown_to_others = new.role is Role.PREFILL and not new.keeper.was_ready
         for other in opposite:
             prefill, decode = (new, other) if new.role is Role.PREFILL else (other, new)
             # The counters of a decode instance are read, so it is probed by one at a time.
@@ -130,7 +131,8 @@ class Fleet:
                 if self.ending.stop.is_set():
                     raise StartError("the cluster is to stop")
                 try:
-                    pulse.connect(self._dispatcher, prefill.member, decode.member, self.allocator.config)
+                    pair = prefill.member, decode.member
+                    pulse.connect(self._dispatcher, *pair, self.allocator.config, unknown_to_others)
                 except StartError:
                     if other.keeper.answering:  # one that ended meanwhile comes here itself when it is back
                         raise

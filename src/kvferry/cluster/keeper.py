@@ -74,7 +74,7 @@ class Keeper:
         self._owning = threading.Lock()
         self._end = threading.Event()
         self._settled = threading.Event()
-        self._was_ready = False
+        self.was_ready = False
         self._ready_at: float | None = None
         self._kept = True
         self._state, self._since = State.STARTING, time.monotonic()
@@ -138,7 +138,7 @@ class Keeper:
                 ended = self._once()
                 if self._end.is_set() or not self._kept:
                     return
-                if not self._was_ready:
+                if not self.was_ready:
                     self.failure = ended
                     return
                 failures = 1 if self._was_stable else failures + 1
@@ -163,7 +163,7 @@ class Keeper:
             self._await_answer()
             self._set(State.PROBING, self.detail)
             self._settle()
-            self._was_ready, self._ready_at = True, time.monotonic()
+            self.was_ready, self._ready_at = True, time.monotonic()
             if self._kept:
                 self._set(State.READY, self.detail)
             self._settled.set()
@@ -201,7 +201,7 @@ class Keeper:
             self.job.settle()
         except KVFerryError as error:
             self._require_running()
-            if not self._was_ready:
+            if not self.was_ready:
                 raise
             # Peers may be down at the same time; the gateway finds out which pairs work.
             self.detail = str(error).partition("\n")[0]

@@ -82,11 +82,15 @@ class Moved:
         return cls(*(total(text, counter) for counter in counters))
 
 
-def connect(dispatcher: Dispatcher, prefill: Member, decode: Member, config: Mapping[str, Any]) -> None:
+def connect(
+    dispatcher: Dispatcher, prefill: Member, decode: Member, config: Mapping[str, Any], prefill_is_idle: bool = False
+) -> None:
     """Let every data parallel rank of one read a prompt from every one of the other.
 
     That an instance answers ``/health`` says nothing about whether it can reach its peers, and that it answers a
-    request says little: with the policy ``recompute`` it computes what it cannot fetch. So its counters are read.
+    request says little: with the policy ``recompute`` it computes what it cannot fetch. So its counters are read. Where
+    the decode instance serves others meanwhile they may count for those; then it must be seen that a prefill instance
+    that `prefill_is_idle` otherwise does not hold the prompt any more, which it does until somebody has read it.
 
     Raises:
         StartError: nothing was moved, or one of them did not answer.
@@ -97,6 +101,7 @@ def connect(dispatcher: Dispatcher, prefill: Member, decode: Member, config: Map
         for _ in range(ATTEMPTS):
             try:
                 problem = _move(dispatcher, prefill, decode, chosen, config)
+                problem = problem or (_held(prefill) if prefill_is_idle else "")
             except DispatchError as error:
                 problem = str(error)
             if not problem:
@@ -127,6 +132,19 @@ def _move(
         if time.monotonic() > end:
             return f"{decode.name} answered, but says that it read nothing from {prefill.name}"
         time.sleep(POLL_S)
+
+
+def _held(prefill: Member) -> str:
+    """Why it seems that nobody has read what the instance holds, or ""."""
+    end = time.monotonic() + SETTLE_S
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        while True:
+            load = look(client, prefill.spec.url).load
+            if load is not None and load.idle:
+                return ""
+            if time.monotonic() > end:
+                return f"{prefill.name} still holds the prompt, so nobody has read it"
+            time.sleep(POLL_S)
 
 
 def _prompt(config: Mapping[str, Any]) -> list[int]:

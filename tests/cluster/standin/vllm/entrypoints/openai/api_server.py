@@ -4,7 +4,7 @@ It is found before the real one because the manifest of a test puts its director
 function of the prompt. As decode it "reads" what `kv_transfer_params` name, and counts that as the connector does.
 
 Environment, all optional: STANDIN_DIES, a message to die with at the start; STANDIN_READS_NOTHING; STANDIN_PACE_S,
-seconds for each token; STANDIN_HOLDS_S, seconds that a prefill is held for its reader.
+seconds for each token; STANDIN_HOLDS_S, seconds that a prefill is held (a request's own `held_s` wins).
 """
 
 import json
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "finish_reason": "length", "token_ids": list(range(len(words))), **key}
         answer: dict[str, Any] = {"id": "x", "choices": [choice], "usage": {"prompt_tokens": 10, "total_tokens": 12}}
         if given.get("do_remote_decode"):
-            Counters.held_until = time.monotonic() + HOLDS_S
+            Counters.held_until = time.monotonic() + body.get("held_s", HOLDS_S)
             answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_port": 1}
         self._send(200, json.dumps(answer).encode())
 
