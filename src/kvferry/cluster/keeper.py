@@ -195,11 +195,13 @@ class Keeper:
                     raise self._failure(f"did not become ready within {self.job.start_timeout_s:.0f} s")
                 if self._end.wait(POLL_S):
                     raise StartError(f"{self.job.name} is not wanted any more")
+        self._require_running()  # else it was somebody else who answered on its port
 
     def _settle(self) -> None:
         try:
             self.job.settle()
         except KVFerryError as error:
+            self._end.wait(POLL_S)  # a process that is just ending says more than a connection that it broke
             self._require_running()
             if not self.was_ready:
                 raise

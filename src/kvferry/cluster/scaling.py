@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kvferry.cluster.fleet import POLL_S, Fleet, Kept
 from kvferry.cluster.manifest import Role, Router
 from kvferry.cluster.state import StateDirectory, one_at_a_time
-from kvferry.errors import ClusterError, KVFerryError
+from kvferry.errors import ClusterError, DispatchError, KVFerryError
 
 MOST_REPLICAS = 1024
 
@@ -99,6 +99,10 @@ class Scaler:
         """Give it nothing new, and wait for what it has: its requests, and what others are still to read from it."""
         admin, url = self._fleet.admin(), one.member.spec.url
         one.keeper.drain()
-        admin.drain(url)
-        self._fleet.await_idle([one])
-        admin.remove(url)
+        try:
+            admin.drain(url)
+            self._fleet.await_idle([one])
+            admin.remove(url)
+        except DispatchError:
+            # A gateway that is down gives it nothing, and one that is started anew is not told of it.
+            self._fleet.await_idle([one], through_gateway=False)
