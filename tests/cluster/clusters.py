@@ -92,9 +92,13 @@ class Cluster:
 
     def _run(self) -> None:
         try:
-            self.served = self.session.run(self._serving.set)
+            self.served = self.session.run(self._serves)
         except KVFerryError as error:
             self.error = error
+
+    def _serves(self, url: str) -> None:
+        self.url = url
+        self._serving.set()
 
     def start(self) -> None:
         self._thread.start()

@@ -3,6 +3,7 @@ nothing. Engines are stand-ins; keepers, guards, control socket and gateway are 
 
 import json
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +218,18 @@ def test_a_second_request_to_stop_does_not_wait_for_requests(tmp_path: Path) -> 
         cluster.join()
         assert cluster.processes() == []
         assert waiting.exception(DEADLINE_S) or "word99" not in waiting.result().text
+
+
+def test_a_port_that_nobody_asked_for_and_somebody_took_is_replaced(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, manifest(tmp_path))
+    taken = int(cluster.url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", taken)):
+        cluster.start()
+        cluster.await_serving()
+        assert cluster.url != f"http://127.0.0.1:{taken}"
+        assert cluster.ask().status_code == 200
+        assert cluster.scale(decode=2) == "prefill=1, decode=2"
+        cluster.stop()
 
 
 def test_stopping_while_it_starts_leaves_nothing(tmp_path: Path) -> None:

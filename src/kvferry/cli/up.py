@@ -22,6 +22,7 @@ FILES = (".yaml", ".yml")
 POLL_S = 0.5
 READY = b"serving"
 LAST_LINES = 5
+Serving = Callable[[str], None]
 EXAMPLE = (
     "Examples: kvferry up ~/models/Llama-3.1-70B --prefill tp=2,pp=2 --decode tp=4,dp=2 --prefill-replicas 2 "
     "-- --max-model-len 32768  |  kvferry up cluster.yaml --detach  |  kvferry up --demo"
@@ -168,7 +169,7 @@ def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
         if detach:
             _detached(state, lambda serving: _run(prepared, state, serving))
             return
-        served = _run(prepared, state, lambda: _announce(manifest, prepared.front.url))
+        served = _run(prepared, state, lambda url: _announce(manifest, url))
     finally:
         state.release()
     if not served:
@@ -176,7 +177,7 @@ def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
     out.print("stopped; nothing is left running")
 
 
-def _run(prepared: Any, state: StateDirectory, serving: Callable[[], None]) -> bool:
+def _run(prepared: Any, state: StateDirectory, serving: Serving) -> bool:
     from kvferry.cli.table import view
     from kvferry.cluster.session import Session
 
@@ -193,7 +194,7 @@ def _announce(manifest: Manifest, url: str) -> None:
     out.print(f"serving {manifest.served_name} on {url}/v1; Ctrl-C drains and stops it", markup=False)
 
 
-def _detached(state: StateDirectory, run: Callable[[Callable[[], None]], bool]) -> None:
+def _detached(state: StateDirectory, run: Callable[[Serving], bool]) -> None:
     """Go on in a process of its own session; return when it serves, exit as it does when it does not come to that."""
     reading, writing = os.pipe()
     out.file.flush()
@@ -213,7 +214,7 @@ def _detached(state: StateDirectory, run: Callable[[Callable[[], None]], bool]) 
         os.close(reading)
 
 
-def _be_detached(state: StateDirectory, run: Callable[[Callable[[], None]], bool], writing: int) -> NoReturn:
+def _be_detached(state: StateDirectory, run: Callable[[Serving], bool], writing: int) -> NoReturn:
     """The child: its output goes to its log, and it never returns to its parent's code."""
     code = INTERRUPTED
     try:
@@ -224,7 +225,7 @@ def _be_detached(state: StateDirectory, run: Callable[[Callable[[], None]], bool
             os.dup2(descriptor, target)
         state.write_record(Record(os.getpid(), state.record().ports, state.record().devices))
         with reported_errors():
-            code = 0 if run(lambda: _tell(writing)) else INTERRUPTED
+            code = 0 if run(lambda _: _tell(writing)) else INTERRUPTED
     except typer.Exit as error:
         code = error.exit_code
     finally:

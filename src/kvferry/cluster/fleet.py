@@ -66,7 +66,7 @@ class Fleet:
         self.allocator = allocator
         self.ending = ending
         self._manifest = allocator.manifest
-        self._front = front
+        self.front = front
         self._state = state
         self._supervisor = supervisor
         self._dispatcher = dispatcher
@@ -102,7 +102,7 @@ class Fleet:
     def record(self) -> None:
         """Let other clusters know what this one holds."""
         members = [one.member for one in self.ordered()]
-        ports = {self._front.port, self._front.metrics_port}.union(*(member.ports for member in members))
+        ports = {self.front.port, self.front.metrics_port}.union(*(member.ports for member in members))
         devices = tuple(device for member in members for device in member.devices)
         self._state.write_record(Record(os.getpid(), tuple(sorted(ports - {0})), devices))
 
@@ -115,7 +115,7 @@ class Fleet:
 
     def admin(self) -> Admin:
         """The gateway's."""
-        return Admin(self._front.url, self._state.admin_key.read_text().strip())
+        return Admin(self.front.url, self._state.admin_key.read_text().strip())
 
     def _connect(self, new: Kept) -> None:
         """Move a prompt between an instance that has begun to answer and every one opposite that does so already.

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from kvferry.cluster.fleet import Ending, Fleet, Kept
 from kvferry.cluster.keeper import Job, Keeper, stop_all
 from kvferry.cluster.launch import GATEWAY, ROUTER, ROUTER_DEADLINE_S, router_binary, router_environment
 from kvferry.cluster.manifest import Role, Router, gateway_arguments
+from kvferry.cluster.ports import is_free
 from kvferry.cluster.scaling import Scaler
 from kvferry.cluster.state import StateDirectory
 from kvferry.cluster.supervisor import Supervisor
@@ -63,8 +65,8 @@ class Session:
         self._front_keeper: Keeper | None = None
         self._router = router_binary() if self._manifest.router is Router.VLLM_ROUTER else ROUTER
 
-    def run(self, serving: Callable[[], None] = lambda: None) -> bool:
-        """Returns when everything has stopped; whether it ever served. `serving` is called once it does.
+    def run(self, serving: Callable[[str], None] = lambda _: None) -> bool:
+        """Returns when everything has stopped; whether it ever served. `serving` is called with its URL once it does.
 
         Raises:
             StartError: an instance or the gateway did not start, or two instances do not work together.
@@ -84,11 +86,11 @@ class Session:
                     self._phase = "draining"
                     self._stop_everything()
 
-    def _serve(self, serving: Callable[[], None]) -> bool:
+    def _serve(self, serving: Callable[[str], None]) -> bool:
         if not self._begin():
             return False
         self._phase = "serving"
-        serving()
+        serving(self._fleet.front.url)
         self._until(lambda: False)
         self._drain()
         return True
@@ -131,12 +133,16 @@ class Session:
         return self._await_first([self._front_keeper])
 
     def _keep_front(self) -> Keeper:
-        router = self._manifest.router is Router.VLLM_ROUTER
+        router, fleet = self._manifest.router is Router.VLLM_ROUTER, self._fleet
+        if self._manifest.port is None and not is_free(fleet.front.port, fleet.front.host):
+            # Nobody asked for it, and while the engines loaded somebody of whom nothing is recorded took it.
+            fleet.front = replace(fleet.front, port=self._allocator.ports.run())
+            fleet.record()
         job = Job(
             ROUTER if router else GATEWAY,
-            lambda: front_command(self._allocator, self._front, self._state, self._fleet.serving(), self._router),
+            lambda: front_command(self._allocator, fleet.front, self._state, fleet.serving(), self._router),
             router_environment(os.environ) if router else os.environ,
-            f"{self._front.url}/{'health' if router else 'ready'}",
+            f"{fleet.front.url}/{'health' if router else 'ready'}",
             ROUTER_DEADLINE_S,
             FRONT_GRACE_S,
         )
@@ -188,7 +194,7 @@ class Session:
         return ClusterStatus(
             self._state.name,
             self._phase,
-            self._front.url,
+            self._fleet.front.url,
             self._manifest.served_name,
             os.getpid(),
             str(self._state.logs),
@@ -202,7 +208,7 @@ class Session:
             role=member.role if member else keeper.job.name,
             layout=str(member.spec.layout) if member else "",
             devices=member.devices if member else (),
-            url=member.spec.url if member else self._front.url,
+            url=member.spec.url if member else self._fleet.front.url,
             log=str(keeper.log),
             state=keeper.state,
             since_s=keeper.since_s,
