@@ -33,7 +33,7 @@ NO_CORES_TO_SPARE = Machine(True, ("0",))
 def model(directory: Path) -> Path:
     """A directory that passes for a model as long as nobody loads it."""
     path = directory / "model"
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(CONFIG)
     return path
 

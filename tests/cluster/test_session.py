@@ -7,13 +7,14 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from kvferry.cluster import control, keeper, pulse
+from kvferry.cluster import control, keeper, pulse, session
 from kvferry.cluster.control import Request
 from kvferry.errors import ClusterError, KVFerryError, StartError
 
@@ -230,6 +231,23 @@ def test_a_port_that_nobody_asked_for_and_somebody_took_is_replaced(tmp_path: Pa
         assert cluster.ask().status_code == 200
         assert cluster.scale(decode=2) == "prefill=1, decode=2"
         cluster.stop()
+
+
+def test_the_gateway_of_somebody_else_is_not_taken_for_the_own_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had begun to listen right after its port was seen to be free."""
+    with started(tmp_path / "theirs") as theirs:
+        answers = iter([True])
+        monkeypatch.setattr(session, "is_free", lambda *_: next(answers, False))
+        ours = Cluster(tmp_path / "ours", manifest(tmp_path / "ours"))
+        ours.session._front = replace(ours.session._front, port=int(theirs.url.rpartition(":")[2]))
+        ours.start()
+        ours.await_serving()
+        assert ours.url != theirs.url
+        assert next(answers, None) is None
+        assert (ours.state.logs / "gateway.previous.log").exists()
+        ours.stop()
 
 
 def test_stopping_while_it_starts_leaves_nothing(tmp_path: Path) -> None:

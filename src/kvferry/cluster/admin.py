@@ -34,6 +34,10 @@ class Admin:
     def remove(self, url: str) -> None:
         self._post("remove", {"url": url})
 
+    def check(self) -> None:
+        """That it is the gateway that knows the key."""
+        self._send("GET", "instances", None)
+
     def requests(self) -> dict[str, int]:
         """Requests under way, by the instance's URL; of one of the gateway's workers, if there are several."""
         return {one["url"]: int(one["requests"]) for one in self._send("GET", "instances", None)}

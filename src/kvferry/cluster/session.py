@@ -24,6 +24,7 @@ from kvferry.cluster.supervisor import Supervisor
 from kvferry.errors import ClusterError, KVFerryError
 
 REFRESH_S = 0.25
+FRONT_ATTEMPTS = 3
 FRONT_GRACE_S = 35.0  # the gateway lets requests finish for 30 s once it is asked to end
 
 
@@ -128,16 +129,29 @@ class Session:
             one.keeper.start()
         if not self._await_first([one.keeper for one in kept]):
             return False
-        self._front_keeper = self._keep_front()
-        self._front_keeper.start()
-        return self._await_first([self._front_keeper])
+        return self._begin_front()
+
+    def _begin_front(self) -> bool:
+        """Whether it came to serve. Where nobody asked for a port another one is taken when somebody of whom nothing is
+        recorded takes the chosen one meanwhile."""
+        for left in reversed(range(FRONT_ATTEMPTS)):
+            front = self._fleet.front
+            if self._manifest.port is None and not is_free(front.port, front.host):
+                self._fleet.front = replace(front, port=self._allocator.ports.run())
+                self._fleet.record()
+            self._front_keeper = self._keep_front()
+            self._front_keeper.start()
+            try:
+                return self._await_first([self._front_keeper])
+            except KVFerryError:
+                stop_all([self._front_keeper], self._ending.hurry)
+                front = self._fleet.front
+                if not left or self._manifest.port is not None or is_free(front.port, front.host):
+                    raise
+        return False
 
     def _keep_front(self) -> Keeper:
         router, fleet = self._manifest.router is Router.VLLM_ROUTER, self._fleet
-        if self._manifest.port is None and not is_free(fleet.front.port, fleet.front.host):
-            # Nobody asked for it, and while the engines loaded somebody of whom nothing is recorded took it.
-            fleet.front = replace(fleet.front, port=self._allocator.ports.run())
-            fleet.record()
         job = Job(
             ROUTER if router else GATEWAY,
             lambda: front_command(self._allocator, fleet.front, self._state, fleet.serving(), self._router),
@@ -145,6 +159,8 @@ class Session:
             f"{fleet.front.url}/{'health' if router else 'ready'}",
             ROUTER_DEADLINE_S,
             FRONT_GRACE_S,
+            # Only this cluster's own gateway knows its key; that somebody answers on the port is not enough.
+            settle=(lambda: None) if router else (lambda: fleet.admin().check()),
         )
         return Keeper(job, self._supervisor, self._wake.set)
 
