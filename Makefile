@@ -13,7 +13,7 @@ SEEDS ?= 10000
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
-.PHONY: help venv demo verify test test-all simulate check format clean
+.PHONY: help venv demo up verify test test-all simulate check format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 20
@@ -41,6 +41,9 @@ $(STAMP): pyproject.toml Makefile
 
 demo: venv  ## A real model, prefill and decode in different layouts (PREFILL=, DECODE=, PROMPT=)
 	@$(VENV)/bin/kvferry demo --prefill '$(PREFILL)' --decode '$(DECODE)' --prompt '$(subst ','\'',$(PROMPT))'
+
+up: venv  ## Serve a real model, prefill PREFILL= and decode DECODE=, until Ctrl-C
+	@$(VENV)/bin/kvferry up --demo --prefill '$(PREFILL)' --decode '$(DECODE)'
 
 verify: venv  ## The same tokens through PREFILL= and DECODE= as from a plain engine
 	@$(VENV)/bin/kvferry verify --prefill '$(PREFILL)' --decode '$(DECODE)'

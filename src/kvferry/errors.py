@@ -2,6 +2,7 @@
 
 KVFerryError
 ├── SpecError           a layout, model or prompt file that cannot be used as given
+├── ClusterError        no cluster of that name runs, or one does already
 ├── StartError          a process of the cluster did not start, or died
 │   └── PortInUseError  its port is taken
 ├── DispatchError       a request to an instance was not answered as it must be
@@ -23,6 +24,10 @@ class KVFerryError(Exception):
 
 class SpecError(KVFerryError):
     """A layout, model or prompt file that cannot be used as given."""
+
+
+class ClusterError(KVFerryError):
+    """No cluster of that name runs, one of that name runs already, or it cannot do what it is asked to."""
 
 
 class StartError(KVFerryError):

@@ -2,10 +2,7 @@
 
 import typer
 
-from kvferry.cli.demo import demo
-from kvferry.cli.gateway import EXAMPLE, gateway
-from kvferry.cli.plan import plan
-from kvferry.cli.verify import verify
+from kvferry.cli import demo, down, gateway, logs, plan, scale, status, up, verify
 
 app = typer.Typer(
     name="kvferry",
@@ -14,10 +11,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(verify)
-app.command()(demo)
-app.command(epilog=EXAMPLE)(gateway)
-app.command()(plan)
+app.command(epilog=up.EXAMPLE)(up.up)
+app.command(epilog=status.EXAMPLE)(status.status)
+app.command(epilog=logs.EXAMPLE)(logs.logs)
+app.command(epilog=scale.EXAMPLE)(scale.scale)
+app.command(epilog=down.EXAMPLE)(down.down)
+app.command(epilog=verify.EXAMPLE)(verify.verify)
+app.command(epilog=demo.EXAMPLE)(demo.demo)
+app.command(epilog=gateway.EXAMPLE)(gateway.gateway)
+app.command()(plan.plan)
 
 
 def main() -> None:

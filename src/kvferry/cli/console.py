@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from kvferry.errors import KVFerryError, PortInUseError, SpecError
+from kvferry.errors import ClusterError, KVFerryError, PortInUseError, SpecError
 
 DIFFERENT = 1
 BAD_INPUT = 2
@@ -24,7 +24,7 @@ def reported_errors() -> Iterator[None]:
     """Turn the project's exceptions into a line on standard error and an exit code."""
     try:
         yield
-    except (SpecError, PortInUseError) as error:
+    except (SpecError, ClusterError, PortInUseError) as error:
         err.print(f"kvferry: {error}", markup=False)
         raise typer.Exit(BAD_INPUT) from error
     except KVFerryError as error:
@@ -32,6 +32,17 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(NOT_RUN) from error
     except KeyboardInterrupt as error:
         err.print("kvferry: interrupted; everything it started is stopped")
+        raise typer.Exit(INTERRUPTED) from error
+
+
+@contextlib.contextmanager
+def left_alone(what_goes_on: str = "") -> Iterator[None]:
+    """For commands that only ask a running cluster: Ctrl-C ends the asking, and stops nothing there."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if what_goes_on:
+            err.print(f"kvferry: interrupted; {what_goes_on}", markup=False)
         raise typer.Exit(INTERRUPTED) from error
 
 

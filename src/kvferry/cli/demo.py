@@ -22,6 +22,7 @@ from kvferry.cluster.transfers import Moved, await_transfers, read_transfers
 
 QUESTION = "What is the capital of France?"
 CACHE_TOKENS = 4096
+EXAMPLE = 'Example: kvferry demo --prefill tp=2,pp=2 --decode pp=2 --prompt "Name three rivers."'
 MAX_MODEL_LEN = 2048
 WARM_UP = list(range(1000, 1020))
 SETTLE_S = 5.0

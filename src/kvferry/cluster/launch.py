@@ -54,7 +54,7 @@ def start_router(
     for port in ports:
         require_free(port)
     command = router_command([prefill.url], [decode.url], *ports, binary=router_binary())
-    supervisor.start(ROUTER, command, _router_environment(os.environ))
+    supervisor.start(ROUTER, command, router_environment(os.environ))
     url = f"http://127.0.0.1:{ports[0]}"
     supervisor.wait_ready({ROUTER: f"{url}/health"}, ROUTER_DEADLINE_S, progress)
     return url
@@ -96,7 +96,8 @@ def router_binary() -> str:
     raise StartError(f"{ROUTER} is not installed; pip install 'kvferry[dev]' brings it")
 
 
-def _router_environment(base: Mapping[str, str]) -> dict[str, str]:
+def router_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Without proxies, which vllm-router would ask for its way to the instances."""
     proxies = {"http_proxy", "https_proxy", "all_proxy"}
     return {name: value for name, value in base.items() if name.lower() not in proxies}
 

@@ -10,6 +10,7 @@ from kvferry.errors import SpecError
 
 KEYS = ("tp", "pp", "dp", "partition")
 SIZE_LIMIT = 1024
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ class InstanceSpec:
 
     `role` is a ``kv_role`` of vLLM (``kv_producer``, ``kv_consumer``, ``kv_both``), or None for a plain engine without
     a connector. `kv_load_failure_policy` is vLLM's: ``recompute`` or ``fail``, None for its default. `kv_cache_bytes`
-    is per worker. `extra` goes to vLLM's command line as it is.
+    is per worker. Where `dtype`, `max_model_len`, `max_num_seqs` or `kv_cache_bytes` is None, vLLM decides. `extra`
+    goes to vLLM's command line as it is. `host` is the address that its HTTP server binds.
     """
 
     name: str
@@ -105,19 +107,25 @@ class InstanceSpec:
     port: int
     role: str | None = None
     served_name: str = "model"
-    dtype: str = "float32"
-    max_model_len: int = 2048
-    max_num_seqs: int = 8
-    kv_cache_bytes: int = 64 << 20
+    dtype: str | None = "float32"
+    max_model_len: int | None = 2048
+    max_num_seqs: int | None = 8
+    kv_cache_bytes: int | None = 64 << 20
     connector_config: dict[str, Any] = field(default_factory=dict)
     kv_load_failure_policy: str | None = None
     extra: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    host: str = LOOPBACK
 
     @property
     def url(self) -> str:
-        """Where the instance's HTTP server listens."""
-        return f"http://127.0.0.1:{self.port}"
+        """Where this machine reaches the instance's HTTP server."""
+        return f"http://{reachable(self.host)}:{self.port}"
+
+
+def reachable(host: str) -> str:
+    """The address at which this machine reaches what listens on `host`; one that means every address is no address."""
+    return LOOPBACK if host in ("", "0.0.0.0", "::") else host
 
 
 def read_model_config(model: Path) -> dict[str, Any]:

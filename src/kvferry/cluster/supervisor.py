@@ -87,7 +87,7 @@ class Supervisor:
         if name in self._managed:
             raise StartError(f"there is a process named {name} already")
         self._log_directory.mkdir(parents=True, exist_ok=True)
-        log = self._log_directory / f"{name}.log"
+        log = self.log_of(name)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", guard.__name__, *command],
@@ -99,6 +99,10 @@ class Supervisor:
             )
         self._managed[name] = Managed(name, log, process, grace_s)
         return self._managed[name]
+
+    def log_of(self, name: str) -> Path:
+        """The file that a process of that name writes to."""
+        return self._log_directory / f"{name}.log"
 
     def managed(self, name: str) -> Managed:
         """Raises:
