@@ -221,6 +221,18 @@ def test_a_partition_longer_than_the_lease_costs_a_recomputation(parties: Partie
     _assert_transfers_work(parties)
 
 
+def test_a_load_that_the_policy_lets_fail_is_an_error_whose_reason_the_consumer_logs(parties: Parties) -> None:
+    """vLLM gives a request that failed a fixed text: no connector can put its reason into the client's message."""
+    attempt = Attempt(parties, parties.consumers[1])
+    answer = attempt.decode_until(Ack, Renew)
+    assert_nothing_is_held(parties.producer, within_s=SETTLE_S)
+    attempt.proxy.open()
+    with pytest.raises(DispatchError, match="answered 500: .*Internal server error"):
+        answer.result(ANSWER_S)
+    assert _log_says(attempt.consumer, attempt.request_id, "failed:")
+    assert_nothing_is_held(*parties.consumers, within_s=SETTLE_S)
+
+
 def test_a_side_channel_that_is_cut_and_heals_is_used_again(parties: Parties) -> None:
     cut, later = (Attempt(parties, parties.consumers[0]) for _ in range(2))
     later.proxy = cut.proxy
