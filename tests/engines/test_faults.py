@@ -227,7 +227,7 @@ def test_a_load_that_the_policy_lets_fail_is_an_error_whose_reason_the_consumer_
     answer = attempt.decode_until(Ack, Renew)
     assert_nothing_is_held(parties.producer, within_s=SETTLE_S)
     attempt.proxy.open()
-    with pytest.raises(DispatchError, match="answered 500: .*Internal server error"):
+    with pytest.raises(DispatchError, match=r"answered 500: .*Internal server error"):
         answer.result(ANSWER_S)
     assert _log_says(attempt.consumer, attempt.request_id, "failed:")
     assert_nothing_is_held(*parties.consumers, within_s=SETTLE_S)
