@@ -70,15 +70,16 @@ class Child:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
         raise TransferError(f"the process with the NIXL agent {how}")
 
-    async def close(self) -> None:
-        """End it; what it does not do by itself in time is done to it."""
+    async def finish(self) -> None:
+        """Let it end by itself, since only then does UCX write down what it has used; not for longer than a while.
+
+        An agent whose peer has gone first can spin for ever in its destructor.
+        """
         assert self._process.stdin
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
-        except TimeoutError:
-            await self.kill()
 
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -88,11 +89,11 @@ class Child:
 
 @contextlib.asynccontextmanager
 async def running(size: int, variables: Mapping[str, str] | None = None) -> AsyncIterator[Child]:
-    """An endpoint that has started, and has ended afterwards."""
+    """An endpoint that has started, and is gone afterwards, however that came; it writes logs if `variables` say so."""
     child = await Child.start(size, variables or {})
     try:
         yield child
-    except BaseException:
+        if variables:
+            await child.finish()
+    finally:
         await child.kill()
-        raise
-    await child.close()

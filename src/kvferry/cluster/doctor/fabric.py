@@ -115,7 +115,7 @@ async def tried(directory: Path) -> None:
     Raises:
         TransferError: it did not work.
     """
-    async with running(SIZE, ucx_log(directory, "debug")) as reader, running(SIZE) as other:
+    async with running(SIZE) as other, running(SIZE, ucx_log(directory, "debug")) as reader:
         peer = await other.ask("describe")
         await reader.ask("describe")
         await reader.ask("measure", peer=peer)

@@ -154,6 +154,8 @@ class Server:
                 await self._serve(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # it went away, or said nothing for too long
+        except asyncio.CancelledError:
+            pass  # the server ends; asyncio's streams would log a traceback for a handler that ends so
         finally:
             self._sessions.discard(task)
             writer.close()
