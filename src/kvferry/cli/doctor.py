@@ -1,7 +1,6 @@
 """``kvferry doctor``: what is wrong with this machine, with a link to another one, or with a running cluster."""
 
 import asyncio
-import contextlib
 import signal
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -133,12 +132,21 @@ def _serve(host: str | None, port: int, allow_public: bool) -> None:
         out.print(f"serving on {shown}:{number}; on the other host: kvferry doctor {shown}:{number}", markup=False)
         out.print("Ctrl-C ends it.")
 
+    asked_to_end = []
+
+    def end(task: asyncio.Task[None]) -> None:
+        asked_to_end.append(signal.SIGTERM)
+        task.cancel()
+
     async def run() -> None:
         task = asyncio.current_task()
         assert task
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end, task)
+        try:
             await link.Server(allow_public).run(address, port, ready)
+        except asyncio.CancelledError:
+            if not asked_to_end:
+                raise
 
     try:
         asyncio.run(run())

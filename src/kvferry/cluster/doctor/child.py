@@ -73,7 +73,7 @@ class Child:
     async def finish(self) -> None:
         """Let it end by itself, since only then does UCX write down what it has used; not for longer than a while.
 
-        An agent whose peer has gone first can spin for ever in its destructor.
+        An agent's destructor can hang; see ``endpoint.py``.
         """
         assert self._process.stdin
         self._process.stdin.close()

@@ -6,6 +6,7 @@ One line of JSON in, one line of JSON out; end of input ends it.
 
 import json
 import mmap
+import os
 import secrets
 import signal
 import sys
@@ -26,7 +27,7 @@ REPEATS, ENOUGH_S = 5, 2.0
 PIECE, STRIDE = 256, 1024
 MOST_PIECES = 8192
 POLL_S = 0.0002
-END_S = 15
+END_S = 10
 PLACE = ("DRAM", 0, "DRAM", 0)
 
 
@@ -125,7 +126,14 @@ def main() -> None:
         except Exception as error:  # whatever a peer has sent, the other side of the pipe gets its answer
             said = {"error": str(error) or type(error).__name__}
         print(json.dumps(said), flush=True)
-    # The agent's destructor can spin for ever once its peer is gone, and perhaps nobody is left to end this process.
+    _end()
+
+
+def _end() -> None:
+    """The agent's destructor was seen to hang, so it runs only where UCX is to write down what it has used."""
+    sys.stdout.flush()
+    if "UCX_LOG_FILE" not in os.environ:
+        os._exit(0)
     signal.alarm(END_S)
 
 

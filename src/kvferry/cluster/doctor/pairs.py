@@ -38,7 +38,7 @@ def given(role: Role, index: int, url: str) -> Instance:
     """
     try:
         parsed = httpx.URL(url)
-        usable = parsed.scheme in ("http", "https") and bool(parsed.host)
+        usable = parsed.scheme in ("http", "https") and bool(parsed.host) and (parsed.port or 80) < 1 << 16
     except (httpx.InvalidURL, ValueError) as error:
         raise SpecError(f"--{role} {url} is not a URL: {error}") from error
     if not usable:
