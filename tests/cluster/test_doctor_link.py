@@ -163,26 +163,25 @@ def test_what_is_no_message_ends_only_its_connection(
 
 
 def test_hostile_metadata_ends_only_its_session(serve: Serve, connect: Callable[[], Connection]) -> None:
-    """NIXL refuses junk, and may crash at changed bytes: the server lives, and the next session is served."""
+    """NIXL refuses changed bytes, or crashes at them: the server lives, and the next session is served."""
     connection, peer = _session(connect)
     good = b64decode(peer["metadata"])
     half = len(good) // 2
     changed = good[:half] + bytes(255 - byte for byte in good[half:])
-    for metadata in (b"junk", changed):
-        said = connection.ask(do="measure", peer={**peer, "metadata": b64encode(metadata).decode()})
-        assert "error" in said
-        assert not connection.line()
-        connection, peer = _session(connect)
+    assert "error" in connection.ask(do="measure", peer={**peer, "metadata": b64encode(changed).decode()})
+    assert not connection.line()
+    connection, _ = _session(connect)
     assert connection.ask(do="ping") == {}
 
 
-def test_a_description_out_of_bounds_is_refused(serve: Serve, connect: Callable[[], Connection]) -> None:
-    connection, peer = _session(connect)
-    assert "not a message" in connection.ask(do="measure", peer={**peer, "size": 1})["error"]
-    assert not connection.line()
-    for changed in ({"fill": 0}, {"size": 1 << 40}, {"address": -1}, {"metadata": "a" * link.MOST_BYTES}):
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert({**peer, **changed}, link.Peer)
+@pytest.mark.parametrize(
+    "changed", [{"fill": 0}, {"size": 1}, {"size": 1 << 40}, {"address": -1}, {"metadata": "a" * link.MOST_BYTES}]
+)
+def test_a_description_out_of_bounds_is_no_message(changed: dict[str, Any]) -> None:
+    peer = {"metadata": "", "address": 0, "size": 1 << 16, "fill": 1}
+    assert msgspec.json.decode(json.dumps({"do": "measure", "peer": peer}), type=link.Message)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(json.dumps({"do": "measure", "peer": {**peer, **changed}}), type=link.Message)
 
 
 def test_one_session_at_a_time(serve: Serve, connect: Callable[[], Connection]) -> None:
