@@ -4,11 +4,12 @@ import importlib.metadata
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvferry.cluster.doctor import software
+from kvferry.cluster.doctor import binaries, software
 from kvferry.cluster.doctor.findings import Finding, Level, failed, guarded, ok
 
 GROUP = software.PLUGIN_GROUP
@@ -89,6 +90,24 @@ def test_versions_are_those_of_this_environment() -> None:
 )
 def test_binaries_that_do_not_load_are_a_problem(said: dict[str, Any], level: Level, shown: str) -> None:
     assert _is(software.abi(said), level, shown)
+
+
+@pytest.mark.parametrize(
+    ("names", "avx512", "bf16", "chosen"),
+    [
+        (["_C.abi3.so", "_moe_C.abi3.so"], False, False, "_C.abi3.so"),
+        (["_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"], True, True, "_C.abi3.so"),
+        (["_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"], True, False, "_C_AVX512.abi3.so"),
+        (["_C.abi3.so", "_C_AVX2.abi3.so", "_C_AVX512.abi3.so"], False, False, "_C_AVX2.abi3.so"),
+        ([], False, False, None),
+    ],
+)
+def test_the_extension_is_the_one_that_vllm_would_load(
+    names: list[str], avx512: bool, bf16: bool, chosen: str | None
+) -> None:
+    """Another one may not even start on this processor."""
+    found = binaries.chosen([Path(name) for name in names], avx512, bf16)
+    assert (found and found.name) == chosen
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,12 @@ def is_own(host: str) -> bool:
 def advertised_host(chosen: str, route: str | None, own: bool, secret: bool) -> Finding:
     """`chosen` is VLLM_HOST_IP, `own` whether the host can be bound here, `secret` whether peers are authenticated."""
     name, host = "advertised host", chosen or route
-    if not host:
-        return warning(name, "there is no default route, vLLM will guess", "export VLLM_HOST_IP=<this host's address>")
+    if not host:  # what vLLM does then
+        return warning(
+            name,
+            "0.0.0.0, since there is no default route: nobody can connect to it",
+            "export VLLM_HOST_IP=<this host's address>",
+        )
     source = "VLLM_HOST_IP" if chosen else "the default route"
     text = f"{host}, from {source}"
     if not own:

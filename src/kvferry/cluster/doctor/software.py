@@ -137,4 +137,5 @@ def plugin_filter(environment: Mapping[str, str] = os.environ) -> Finding:
         return ok("VLLM_PLUGINS", chosen)
     # vLLM compares names as they are, blanks and all.
     fix = ",".join([*filter(None, (name.strip() for name in names if name.strip() != PLUGIN)), PLUGIN])
-    return problem("VLLM_PLUGINS", f"{chosen!r} leaves {PLUGIN} out", f"export VLLM_PLUGINS={fix}")
+    fix = f'export VLLM_PLUGINS={fix}, or add "kv_connector_module_path": "kvferry.vllm.connector"'
+    return problem("VLLM_PLUGINS", f"{chosen!r} leaves {PLUGIN} out", fix)
