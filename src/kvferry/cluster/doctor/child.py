@@ -30,6 +30,10 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     @classmethod
     async def start(cls, size: int, variables: Mapping[str, str]) -> Self:
         return cls(

@@ -264,14 +264,16 @@ async def measure(host: str, port: int, size: int = SIZE) -> Report:
         TransferError: it cannot be measured.
     """
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as directory:
-        async with connected(host, port) as session, running(size, ucx_log(Path(directory), "info")) as child:
+        async with connected(host, port) as session:
+            # Only when it is known that somebody answers who can be measured, is anything started here.
             there = await session.ask(Hello(VERSION, size), Peer, START_S)
-            here = msgspec.convert(await child.ask("describe", START_S), Peer)
-            to_here = msgspec.convert(await child.ask("measure", peer=msgspec.to_builtins(there)), Speed)
-            to_there = await session.ask(Measure(here), Speed)
-            copy_here = msgspec.convert(await child.ask("copy"), Copied)
-            copy_there = await session.ask(Copy(), Copied)
-            round_trip = await session.round_trip_ms()
+            async with running(size, ucx_log(Path(directory), "info")) as child:
+                here = msgspec.convert(await child.ask("describe", START_S), Peer)
+                to_here = msgspec.convert(await child.ask("measure", peer=msgspec.to_builtins(there)), Speed)
+                to_there = await session.ask(Measure(here), Speed)
+                copy_here = msgspec.convert(await child.ask("copy"), Copied)
+                copy_there = await session.ask(Copy(), Copied)
+                round_trip = await session.round_trip_ms()
         over = tuple(used(read_logs(Path(directory))))
     return Report(
         f"{host}:{port}",
