@@ -4,6 +4,8 @@ A process of its own, because native code loads what a peer sent, and because UC
 One line of JSON in, one line of JSON out; end of input ends it.
 """
 
+import contextlib
+import importlib.metadata
 import json
 import mmap
 import os
@@ -113,8 +115,19 @@ def answer(endpoint: Endpoint, request: dict[str, Any]) -> dict[str, Any]:
     raise TransferError(f"nothing is known of {request.get('do')!r}")
 
 
+def _spare_torch() -> None:
+    """Keep NIXL from importing a CPU build of torch, for a second, only to find that it names no CUDA version.
+
+    NIXL then takes whatever build of its own is installed, as it does after having looked.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
 def main() -> None:
     """The size is the only argument."""
+    _spare_torch()
     try:
         endpoint = Endpoint(int(sys.argv[1]))
     except KVFerryError as error:
