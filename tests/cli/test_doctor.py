@@ -1,6 +1,10 @@
 """``kvferry doctor``: one line per finding, JSON for programs, exit codes, and one clear line for bad input."""
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from kvferry.cluster.doctor.fabric import Used
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
 from kvferry.cluster.doctor.link import Report, Speed
 
+DEADLINE_S = 60.0
 GOOD = [ok("vllm", "0.32.0"), ok("plugin", "visible")]
 WARNED = [*GOOD, warning("ports", "8000 is taken [by somebody]", "name another --port")]
 BAD = [*WARNED, problem("torch", "2.1 does not fit", "pip install torch")]
@@ -129,6 +134,22 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str) 
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
     assert not result.stdout
+
+
+def test_ctrl_c_ends_a_measurement_with_130() -> None:
+    """Without a traceback, while the other side does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(DEADLINE_S)
+        command = [sys.executable, "-m", "kvferry", "doctor", f"127.0.0.1:{listener.getsockname()[1]}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(DEADLINE_S)
+                assert connection.recv(1 << 16)
+                process.send_signal(signal.SIGINT)
+                said = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert said == ("", "")
 
 
 def test_help_has_an_example_of_each_kind() -> None:
