@@ -2,7 +2,7 @@
 
 import typer
 
-from kvferry.cli import demo, down, gateway, logs, plan, scale, status, up, verify
+from kvferry.cli import demo, doctor, down, gateway, logs, plan, scale, status, up, verify
 
 app = typer.Typer(
     name="kvferry",
@@ -19,6 +19,7 @@ app.command(epilog=down.EXAMPLE)(down.down)
 app.command(epilog=verify.EXAMPLE)(verify.verify)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.command(epilog=gateway.EXAMPLE)(gateway.gateway)
+app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command()(plan.plan)
 
 

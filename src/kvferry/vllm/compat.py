@@ -13,13 +13,10 @@ import vllm
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import Fingerprint
 from kvferry.protocol.messages import PROTOCOL_VERSION
+from kvferry.vllm.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-OLDEST, NEWEST = (0, 30), (0, 33)
-"""Minor versions between which the connector API is the one this is written for. 0.30 brought the failure report that
-works with any number of KV cache groups and the cache views this reads."""
 
 _VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
