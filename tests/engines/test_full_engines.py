@@ -82,16 +82,20 @@ def test_what_the_consumer_has_cached_already_is_not_loaded_again(
     assert_nothing_is_held(producer, consumer, within_s=LEASE_S + 5)
 
 
+@pytest.mark.parametrize("shared", [0, BLOCK, 300], ids=["none", "one block", "whole"])
 def test_what_the_producer_has_cached_already_is_handed_over_all_the_same(
-    fleet: Fleet, pair: tuple[Instance, Instance], source: random.Random
+    fleet: Fleet, pair: tuple[Instance, Instance], source: random.Random, shared: int
 ) -> None:
     producer, consumer = pair
-    prompt = _prompt(source, 300)
-    fleet.dispatcher.complete(producer.url, prompt)
-    before = PrefixHits.read(consumer.url)
+    first = _prompt(source, 300)
+    prompt = first[:shared] + _prompt(source, 300 - shared)
+    fleet.dispatcher.complete(producer.url, first)
+    before = [PrefixHits.read(instance.url) for instance in pair]
     legs = fleet.dispatcher.both_legs(producer.url, consumer.url, prompt)
     assert legs.decode.tokens == fleet.dispatcher.complete(fleet.plain(KIND).url, prompt).tokens
-    assert PrefixHits.read(consumer.url).since(before).external >= 299
+    at_producer, at_consumer = (PrefixHits.read(one.url).since(was) for one, was in zip(pair, before, strict=True))
+    assert at_producer.local == shared // BLOCK * BLOCK
+    assert at_consumer.external >= 299
 
 
 def _decode(fleet: Fleet, pair: tuple[Instance, Instance], prompt: list[int], **more: Any) -> dict[str, Any]:

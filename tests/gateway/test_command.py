@@ -35,6 +35,7 @@ TEXT = "/v1/completions"
         (["gateway", "--prefill", "http://h:1", "--decode", "http://h:1/"], "http://h:1 is named twice"),
         ([*PAIR, "--api-key-file", "/nowhere"], "/nowhere cannot be read"),
         ([*PAIR, "--secret-file", "/dev/null"], "/dev/null is empty"),
+        ([*PAIR, "--secret-file", "/proc/sys/kernel/ostype"], "holds a secret of 5 bytes; at least 16 are needed"),
         ([*PAIR, "--deadline", "0"], "bad setting"),
         ([*PAIR, "--attempts", "99"], "bad setting"),
     ],

@@ -11,9 +11,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.errors import SettingsError
+from kvferry.protocol.authentication import SECRET_VARIABLE
 from kvferry.vllm import scheduler as module
 from kvferry.vllm.scheduler import SchedulerHalf
-from kvferry.vllm.settings import SECRET_VARIABLE, Settings
+from kvferry.vllm.settings import Settings
 
 PROMPT = list(range(300))
 BLOCKS = ([3, 4, 5],)

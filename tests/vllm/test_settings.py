@@ -3,8 +3,8 @@
 import pytest
 
 from kvferry.errors import SettingsError
-from kvferry.protocol.authentication import Purpose, Seal
-from kvferry.vllm.settings import SECRET_VARIABLE, Settings, parse_settings, read_seal
+from kvferry.protocol.authentication import SECRET_VARIABLE, Purpose, Seal
+from kvferry.vllm.settings import Settings, parse_settings, read_seal
 
 
 def test_nothing_has_to_be_set():

@@ -14,6 +14,7 @@ from kvferry.cluster.flags import Flags
 from kvferry.cluster.spec import KEYS as LAYOUT_KEYS
 from kvferry.cluster.spec import LOOPBACK, Layout
 from kvferry.errors import GatewayError, SettingsError, SpecError
+from kvferry.gateway.settings import Role
 
 Seconds = Annotated[float, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -40,13 +41,6 @@ GATEWAY_OPTIONS = (
 """Options of ``kvferry gateway`` that a cluster does not set itself."""
 
 _OWN_ADDRESS = ("side_channel_port", "side_channel_host", "secret_file")
-
-
-class Role(StrEnum):
-    """What an instance does; the gateway uses the same words."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Router(StrEnum):

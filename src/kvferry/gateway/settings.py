@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import GatewayError
-from kvferry.protocol.authentication import Seal
+from kvferry.errors import GatewayError, SettingsError
+from kvferry.protocol.authentication import SECRET_VARIABLE, Seal, seal_with
 
-SECRET_VARIABLE = "KVFERRY_SECRET"
 SETTINGS_VARIABLE = "KVFERRY_GATEWAY"
 """Carries the settings, as JSON, from the command to its worker processes. File names are in it, keys are not."""
 
@@ -116,11 +115,14 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def read_seal(settings: Settings) -> Seal:
-    """What signs releases. Raises ``GatewayError`` when the secret file cannot be read or is empty."""
-    if settings.secret_file is not None:
-        return Seal(_read(settings.secret_file))
-    if SECRET_VARIABLE in os.environ:
-        return Seal(os.environb[SECRET_VARIABLE.encode()].rstrip())
+    """What signs releases. Raises ``GatewayError`` when the secret cannot be read or is too short."""
+    try:
+        if settings.secret_file is not None:
+            return seal_with(_read(settings.secret_file), f"secret_file {settings.secret_file}")
+        if SECRET_VARIABLE in os.environ:
+            return seal_with(os.environb[SECRET_VARIABLE.encode()], SECRET_VARIABLE)
+    except SettingsError as error:
+        raise GatewayError(str(error)) from error
     return Seal()
 
 

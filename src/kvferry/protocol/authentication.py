@@ -7,6 +7,12 @@ import hmac
 import ipaddress
 from enum import Enum
 
+from kvferry.errors import SettingsError
+
+SECRET_VARIABLE = "KVFERRY_SECRET"
+SHORTEST_SECRET = 16
+"""Bytes. Whoever sees one message can try secrets as fast as a machine computes."""
+
 PRIVATE_NETWORKS = tuple(
     ipaddress.ip_network(network)
     for network in (
@@ -78,3 +84,18 @@ def is_private(host: str) -> bool:
         return False
     address = getattr(address, "ipv4_mapped", None) or address
     return any(address in network for network in PRIVATE_NETWORKS)
+
+
+def seal_with(secret: bytes, source: str) -> Seal:
+    """Signs with a secret as it was read; white space at its end does not count. `source` names where it is from.
+
+    Raises:
+        SettingsError: it is shorter than ``SHORTEST_SECRET``.
+    """
+    secret = secret.rstrip()
+    if len(secret) < SHORTEST_SECRET:
+        raise SettingsError(
+            f"{source} holds a secret of {len(secret)} bytes; at least {SHORTEST_SECRET} are needed, for example from "
+            "`openssl rand -hex 32`"
+        )
+    return Seal(secret)

@@ -14,7 +14,7 @@ from vllm.utils.network_utils import get_ip
 
 from kvferry.errors import ParamsError
 from kvferry.geometry import EngineLayout, Span, compatibility
-from kvferry.protocol.authentication import Seal
+from kvferry.protocol.authentication import SECRET_VARIABLE, Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
 from kvferry.protocol.loads import Loads, Order
@@ -24,7 +24,7 @@ from kvferry.sidechannel.server import Listener
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Handshake, StepMetadata
 from kvferry.vllm.metrics import TransferStats
-from kvferry.vllm.settings import SECRET_VARIABLE, Settings, read_seal
+from kvferry.vllm.settings import Settings, read_seal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,16 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.errors import SettingsError
-from kvferry.protocol.authentication import Seal
+from kvferry.protocol.authentication import SECRET_VARIABLE, Seal, seal_with
 from kvferry.protocol.messages import Lease
 from kvferry.transport.nixl import PROGRESS_DELAY_US
 
 Seconds = Annotated[float, Meta(gt=0)]
-
-SECRET_VARIABLE = "KVFERRY_SECRET"
-
-SHORTEST_SECRET = 16
-"""Bytes. Whoever sees one message can try secrets as fast as a machine computes."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,10 +94,4 @@ def read_seal(settings: Settings) -> Seal:
         secret = os.environb[SECRET_VARIABLE.encode()]
     else:
         return Seal(allow_public=settings.allow_public_peers)
-    secret = secret.rstrip()
-    if len(secret) < SHORTEST_SECRET:
-        raise SettingsError(
-            f"{source} holds a secret of {len(secret)} bytes; at least {SHORTEST_SECRET} are needed, for example from "
-            "`openssl rand -hex 32`"
-        )
-    return Seal(secret)
+    return seal_with(secret, source)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
 from kvferry.cluster.ports import is_free
-from kvferry.protocol.authentication import is_private
-from kvferry.vllm.settings import SECRET_VARIABLE
+from kvferry.protocol.authentication import SECRET_VARIABLE, is_private
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
