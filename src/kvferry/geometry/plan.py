@@ -5,6 +5,7 @@ Tensor and pipeline parallelism, replicas, latent caches and sizes that do not d
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -28,6 +29,12 @@ class ReadPlan:
     """What one worker reads: for each index into the producer's ``workers``, its pieces."""
 
     reads: dict[int, tuple[Piece, ...]]
+
+    @property
+    def block_tokens(self) -> int:
+        """The smallest number of tokens that are whole blocks in every shard on both sides."""
+        pieces = (piece for pieces in self.reads.values() for piece in pieces)
+        return math.lcm(*{shard.block_tokens for piece in pieces for shard in (piece.local, piece.remote)})
 
 
 def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:

@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 from kvferry.geometry import Span
 from kvferry.protocol.identity import draw
-from kvferry.protocol.messages import Address, Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply
+from kvferry.protocol.messages import Address, Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Order:
         request: the consumer's id of the request; ``remote_request`` is the producer's.
         address, incarnation: of the producer.
         claim: under which the workers acknowledge.
-        remote_blocks, local_blocks: block ids by KV cache group, from token 0 on.
+        grant: what may be read as of now; unless it is complete, the workers follow it.
+        local_blocks: block ids by KV cache group, from token 0 on.
         first_token, last_token: half-open range of absolute positions to load.
     """
 
@@ -35,7 +36,7 @@ class Order:
     address: Address
     incarnation: str
     claim: str
-    remote_blocks: list[list[int]]
+    grant: Granted
     local_blocks: list[list[int]]
     first_token: int
     last_token: int
@@ -52,7 +53,7 @@ class Load:
     """One request that may load its prompt's KV cache from ``offer``.
 
     Attributes:
-        claim: this load's own acceptance of the offer.
+        message: this load's own acceptance of the offer.
         deadline: until when an answer to the claim is awaited, on this process's clock.
         grant: the producer's answer.
         renew_at: when the lease is to be prolonged next.
@@ -62,13 +63,17 @@ class Load:
 
     request: str
     offer: Offer
-    claim: str
+    message: Claim
     deadline: float
     state: State = State.CLAIMING
     grant: Granted | None = None
     renew_at: float = 0.0
     give_back_at: float = 0.0
     lost: bool = False
+
+    @property
+    def claim(self) -> str:
+        return self.message.claim
 
     @property
     def due_at(self) -> float | None:
@@ -114,20 +119,33 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, request: str, offer: Offer) -> Claim:
-        """A request with an offer arrived; returns the claim to send to ``offer``'s address."""
-        load = Load(request, offer, draw(), self._clock() + self._claim_timeout)
-        self._loads[request] = load
-        return Claim(offer.incarnation, offer.request, offer.nonce, load.claim, self._consumer, self._readers)
+    def begin(self, request: str, offer: Offer, tokens: int, token_hash: str) -> Claim:
+        """A request with an offer arrived; returns the claim to send to ``offer``'s address.
 
-    def claimed(self, request: str, reply: Reply) -> str | None:
-        """The answer to a claim came; returns why there is nothing to load, None where there is."""
+        Args:
+            tokens, token_hash: what is claimed: what the offer says, or where it says nothing all of the prompt.
+        """
+        names = (offer.incarnation, offer.request, offer.nonce, draw(), self._consumer)
+        claim = Claim(*names, self._readers, tokens, token_hash, ahead=offer.tokens is None)
+        self._loads[request] = Load(request, offer, claim, self._clock() + self._claim_timeout)
+        return claim
+
+    def claimed(self, request: str, reply: Reply) -> Claim | str | None:
+        """The answer to a claim came; returns the claim if it is to be sent again, why there is nothing to load if
+        there is nothing, None if there is.
+        """
         load = self._loads.get(request)
         if load is None or load.state is not State.CLAIMING:
             return None
-        if isinstance(reply, Granted) and reply.tokens >= load.offer.tokens:
+        now = self._clock()
+        if isinstance(reply, Waiting):
+            if reply.known:
+                load.deadline = now + self._claim_timeout
+            if now < load.deadline:
+                return load.message
+            reply = Gone("the request that was to prefill it did not come")
+        if isinstance(reply, Granted) and reply.tokens >= load.message.tokens:
             load.state, load.grant = State.GRANTED, reply
-            now = self._clock()
             load.renew_at, load.give_back_at = now + reply.ttl / 3, now + self._hold_timeout
             return None
         del self._loads[request]
@@ -139,7 +157,7 @@ class Loads:
         if load is None or load.state is State.LOADING:
             return 0
         if load.state is State.GRANTED:
-            return 0 if load.lost else load.offer.tokens
+            return 0 if load.lost else load.message.tokens
         return None if self._clock() < load.deadline else 0
 
     def start(self, request: str, local_blocks: list[list[int]], tokens: Span) -> Order | None:
@@ -159,17 +177,22 @@ class Loads:
             address=load.offer.address,
             incarnation=offer.incarnation,
             claim=load.claim,
-            remote_blocks=load.grant.blocks,
+            grant=load.grant,
             local_blocks=local_blocks,
             first_token=tokens.start,
             last_token=tokens.stop,
         )
 
     def drop(self, request: str) -> tuple[Address, Release] | None:
-        """The request will not load (any more): what to send where, None if it reads already or never would."""
+        """The request will not load (any more): what to send where, None if it reads already or never would.
+
+        Workers that follow a prefill still under way are told so by its producer, which is told now.
+        """
         load = self._loads.get(request)
-        if load is None or load.state is State.LOADING:
+        if load is None:
             return None
+        if load.state is State.LOADING:
+            return load.release if load.grant is not None and not load.grant.complete else None
         del self._loads[request]
         return load.release
 

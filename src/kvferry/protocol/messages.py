@@ -15,7 +15,7 @@ from kvferry.errors import MessageError, ParamsError
 from kvferry.geometry import EngineLayout
 from kvferry.protocol.authentication import Purpose, Seal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_REQUEST_BYTES = 1 << 20
 """A renewal of some ten thousand claims; nothing else a consumer sends comes near."""
@@ -34,11 +34,15 @@ Host = Annotated[str, Meta(max_length=255, pattern=r"^[0-9A-Za-z_.:%-]+\Z")]
 Token = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-f]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Lease = Annotated[float, Meta(ge=0.01, le=1e9)]
 """Seconds. Shorter ones would have a consumer do nothing but renew."""
 
 Names = Annotated[list[Name], Meta(min_length=1, max_length=1 << 16)]
+
+WAIT_S = 2.0
+"""How long a producer may keep a message for which there is nothing to say yet, before it says just that."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -50,8 +54,9 @@ class Offer(msgspec.Struct, frozen=True):
         request: the producer's id of the request.
         incarnation: which start of the producer's engine core made the promise.
         nonce: unguessable, so that nobody can claim what was not offered to them.
-        tokens: how many tokens from the first on the producer holds.
-        token_hash: identity of those tokens, from ``token_identity``.
+        tokens: how many tokens from the first on the producer holds; None in a transfer that streams, where whoever
+            sends both legs at once makes the offer and only knows that both prompts are the same.
+        token_hash: identity of those tokens, from ``token_identity``; None where ``tokens`` is.
         layout: ``tp2pp2dp0``, for logs.
     """
 
@@ -61,8 +66,8 @@ class Offer(msgspec.Struct, frozen=True):
     request: Name
     incarnation: Token
     nonce: Token
-    tokens: Count
-    token_hash: Token
+    tokens: Count | None
+    token_hash: Token | None
     layout: Annotated[str, Meta(max_length=64)] = ""
 
     @property
@@ -126,6 +131,8 @@ class Offer(msgspec.Struct, frozen=True):
             text = offer.signed_text
         except (msgspec.ValidationError, UnicodeError, RecursionError, OverflowError) as error:
             raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
+        if (offer.tokens is None) != (offer.token_hash is None):
+            raise ParamsError("kv_transfer_params have a number of tokens without their hash, or the other way round")
         if not seal.accepts(_unhex(mac), Purpose.PARAMETERS, text):
             raise ParamsError("kv_transfer_params are not signed with this engine's secret; do all instances share it?")
         if not seal.admits(offer.host):
@@ -134,6 +141,40 @@ class Offer(msgspec.Struct, frozen=True):
                 "is no secret to check them with: set KVFERRY_SECRET or secret_file, or allow_public_peers"
             )
         return offer
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """What a prefill request is told of a transfer that streams: under which name, and for whom, to hold its blocks.
+
+    Attributes:
+        name: drawn by whoever sends both legs; stands for the request in every message about its blocks.
+        nonce: as in ``Offer``.
+    """
+
+    name: Token
+    nonce: Token
+
+    def to_params(self) -> dict[str, Any]:
+        """``kv_transfer_params`` of the prefill request."""
+        own = {"version": PROTOCOL_VERSION, **msgspec.structs.asdict(self)}
+        return {"do_remote_prefill": False, "do_remote_decode": True, PARAMS_KEY: own}
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any]) -> Transfer | None:
+        """Read the ``kv_transfer_params`` of a prefill request; None where it is an ordinary one.
+
+        Raises:
+            ParamsError: they are malformed, or of another version.
+        """
+        own = params.get(PARAMS_KEY)
+        if own is None:
+            return None
+        if not isinstance(own, dict) or own.get("version") != PROTOCOL_VERSION:
+            raise ParamsError(f"'{PARAMS_KEY}' in kv_transfer_params is not of protocol version {PROTOCOL_VERSION}")
+        try:
+            return msgspec.convert(own, cls)
+        except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+            raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
 
 
 def _unhex(mac: object) -> bytes:
@@ -157,6 +198,8 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
         claim: drawn by the consumer for this acceptance; repeating a message repeats it.
         consumer: incarnation of the consumer's engine core.
         readers: names of all workers that will send an ``Ack``.
+        tokens, token_hash: whose KV cache is claimed; as in ``Offer``, where that says it.
+        ahead: the request may be yet to come, as it may in a transfer that streams.
     """
 
     incarnation: Token
@@ -165,6 +208,24 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     claim: Token
     consumer: Token
     readers: Names
+    tokens: Count
+    token_hash: Token
+    ahead: bool = False
+
+
+class Follow(msgspec.Struct, tag=True, frozen=True):
+    """One worker asks for news of a claimed prefill that goes on: when there are, or after ``WAIT_S`` without any.
+
+    Attributes:
+        life, ready: as in the last ``Granted``.
+    """
+
+    incarnation: Token
+    request: Name
+    claim: Token
+    reader: Name
+    life: Number
+    ready: Number
 
 
 class Renew(msgspec.Struct, tag=True, frozen=True):
@@ -199,11 +260,37 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Answer to ``Claim``: the block ids of the request by KV cache group, and seconds until the lease ends."""
+    """Answer to ``Claim`` and to ``Follow``: what may be read.
+
+    Attributes:
+        blocks: block ids of the request by KV cache group, as far as they are known.
+        tokens: how many tokens there will be.
+        ttl: seconds until the lease ends.
+        ready: how many tokens from the first on may be read; all of them only once the prefill has ended.
+        life: how often the prefill lost its blocks and began anew. What was read in one life and not confirmed by an
+            answer of the same life may be anything.
+    """
 
     blocks: list[list[Block]]
     tokens: Count
     ttl: Lease
+    ready: Number
+    life: Number = 0
+
+    @property
+    def complete(self) -> bool:
+        """The prefill has ended, and its blocks stay as they are while the lease lasts."""
+        return self.ready >= self.tokens
+
+
+class Waiting(msgspec.Struct, tag=True, frozen=True):
+    """Answer to ``Claim``: ask again, the prefill has not begun.
+
+    Attributes:
+        known: the producer has the request.
+    """
+
+    known: bool
 
 
 class Held(msgspec.Struct, tag=True, frozen=True):
@@ -226,8 +313,8 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     reason: Annotated[str, Meta(max_length=1024)]
 
 
-Request = Hello | Claim | Renew | Ack | Release
-Reply = Welcome | Granted | Held | Renewed | Released | Gone
+Request = Hello | Claim | Follow | Renew | Ack | Release
+Reply = Welcome | Granted | Waiting | Held | Renewed | Released | Gone
 
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)

@@ -14,6 +14,7 @@ import resource
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from kvferry.errors import MessageError, SideChannelError
@@ -24,8 +25,11 @@ from kvferry.sidechannel.loop import LoopThread, Tick
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[Request], bytes]
-"""Gives the encoded reply to a message."""
+Respond = Callable[[bytes], object]
+"""Sends an encoded reply later, once, from any thread."""
+
+Answer = Callable[[Request, Respond], bytes | None]
+"""Gives the encoded reply to a message, or None when it will be sent later."""
 
 PATIENCE_S = 10.0
 """For a first valid message, for the rest of a message that began to come, and for a reply to be taken on."""
@@ -246,13 +250,22 @@ class Listener:
             return
         peer.proven, peer.deadline = True, None
         self._strangers.pop(peer, None)
+        respond = partial(self._thread.call, self._respond, peer, frame.sender, frame.number)
         try:
-            reply = self._answer(message)
+            reply = self._answer(message, respond)
         except Exception:
             logger.exception("the KVFerry listener could not answer a message")
             return
+        if reply is not None:
+            self._respond(peer, frame.sender, frame.number, reply)
+
+    def _respond(self, peer: _Peer, sender: bytes, number: int, reply: bytes) -> None:
+        if peer not in self._peers:
+            return
         # In one piece: `writelines` never pauses a protocol in the first releases of 3.12 and 3.13 (CVE-2024-12254).
-        peer.transport.write(header(self._seal, Purpose.REPLY, frame.sender, frame.number, reply) + reply)
+        peer.transport.write(header(self._seal, Purpose.REPLY, sender, number, reply) + reply)
+        if peer.unsent and peer.deadline is None:
+            peer.deadline = self._thread.loop.time() + self._patience
 
     def _is_new(self, frame: Frame) -> bool:
         """Whether a frame is signed, and not one that was heard before."""

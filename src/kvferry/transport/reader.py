@@ -1,5 +1,8 @@
 """The consumer worker's transfer thread: it owns the NIXL agent, meets producers, reads, and acknowledges.
 
+A prefill that has finished is read at once. One that goes on is followed: what is ready is read while the rest is
+computed, in whole blocks, until it is complete.
+
 The engine's thread hands over orders and collects outcomes; it never waits. Nothing spins: the thread sleeps on its
 inbox, and looks at reads under way every ``POLL_S``.
 """
@@ -10,14 +13,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.errors import TransferError
 from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, plan
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
-from kvferry.protocol.messages import Ack, Address, Gone, Held, Hello, Reply, Request, Welcome
+from kvferry.protocol.messages import WAIT_S, Ack, Address, Follow, Gone, Granted, Held, Hello, Reply, Request, Welcome
 from kvferry.transport.nixl import Agent, Read
 
 logger = logging.getLogger(__name__)
@@ -93,15 +96,42 @@ class _Peer:
 
 
 @dataclass(slots=True)
+class _Posted:
+    """A read from one of the producer's workers, and when it was posted."""
+
+    worker: int
+    read: Read
+    since: float
+
+
+@dataclass(slots=True, eq=False)
 class _Active:
+    """An order under way.
+
+    Attributes:
+        grant: the producer's last word on what may be read.
+        life: of the grant, when it was read up to token ``at``.
+        under_way, ended: its reads.
+        following: the producer was asked what else is ready, and has not answered.
+    """
+
     order: Order
     peer: _Peer
     started: float
-    posted: float = 0.0
-    read_since: float = 0.0
+    grant: Granted
+    life: int
+    at: int
+    post_seconds: float = 0.0
     overdue: bool = False
-    reads: dict[int, Read] = field(default_factory=dict)
+    following: bool = False
+    under_way: list[_Posted] = field(default_factory=list)
+    ended: list[_Posted] = field(default_factory=list)
     failure: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """All of it has been posted, from a prefill that has finished."""
+        return self.grant.complete and self.life == self.grant.life and self.at >= self.order.last_token
 
 
 @dataclass(slots=True)
@@ -208,12 +238,12 @@ class Reader:
         if peer.layout is None or peer.broken:
             peer.waiting.append((order, began))
         else:
-            self._read(self._activate(peer, order, began))
+            self._advance(self._activate(peer, order, began))
 
     @staticmethod
     def _activate(peer: _Peer, order: Order, began: float) -> _Active:
         peer.active += 1
-        return _Active(order, peer, began)
+        return _Active(order, peer, began, order.grant, order.grant.life, order.first_token)
 
     def _meet(self, order: Order) -> _Peer:
         self._forget_idle(order.address)
@@ -238,7 +268,7 @@ class Reader:
                 self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
             return
         for active in actives:
-            self._read(active)
+            self._advance(active)
 
     def _connect(self, peer: _Peer, incarnation: str, reply: Reply | None) -> None:
         assert self._agent is not None
@@ -267,40 +297,94 @@ class Reader:
 
     # Reading
 
-    def _read(self, active: _Active) -> None:
+    def _advance(self, active: _Active) -> None:
+        """Do what can be done for an order now: read what is ready, ask for the rest, or say that it has ended."""
+        if active.failure is None:
+            self._post(active)
+        if active.failure is None and not active.grant.complete and not active.following:
+            self._follow(active)
+        if active.under_way:
+            if active not in self._reading:
+                self._reading.append(active)
+        elif active.failure is not None or active.whole:
+            self._acknowledge(active)
+
+    def _post(self, active: _Active) -> None:
+        """Post reads of what has become ready: whole blocks, and the rest with the last."""
         assert self._agent is not None
-        order, peer = active.order, active.peer
-        active.read_since = self.clock()
+        order, peer, grant = active.order, active.peer, active.grant
+        if active.life != grant.life:
+            if active.under_way:
+                return  # what still arrives of the life that was lost must not arrive on top of the new one
+            active.life, active.at = grant.life, order.first_token
+        stop = min(grant.ready, order.last_token)
+        if not grant.complete:
+            stop -= stop % peer.plan.block_tokens
+        if stop <= active.at:
+            return
+        began = self.clock()
         try:
-            tokens = Span(order.first_token, order.last_token)
             ranges = {
-                index: descriptors(pieces, order.remote_blocks, order.local_blocks, tokens)
+                index: descriptors(pieces, grant.blocks, order.local_blocks, Span(active.at, stop))
                 for index, pieces in peer.plan.reads.items()
             }
         except Exception as error:
-            self._fail(active, f"{type(error).__name__}: {error}")
+            active.failure = f"{type(error).__name__}: {error}"
             return
         for index, parts in ranges.items():
-            active.reads[index] = self._agent.read(peer.agents[index], parts)
-        active.posted = self.clock() - active.read_since
-        self._reading.append(active)
+            active.under_way.append(_Posted(index, self._agent.read(peer.agents[index], parts), began))
+        active.at = stop
+        active.post_seconds += self.clock() - began
+
+    def _follow(self, active: _Active) -> None:
+        order, grant = active.order, active.grant
+        active.following = True
+
+        def on_reply(reply: Reply | None) -> None:
+            self._inbox.put(lambda: self._followed(active, reply))
+
+        message = Follow(order.incarnation, order.remote_request, order.claim, self.me.name, grant.life, grant.ready)
+        self.ask(order.address, message, self.deadlines.ack + WAIT_S, on_reply)
+
+    def _followed(self, active: _Active, reply: Reply | None) -> None:
+        active.following = False
+        if active.failure is not None:
+            return
+        if isinstance(reply, Granted):
+            active.grant = reply
+        else:
+            why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.deadlines.ack:g} s"
+            active.failure = f"the producer does not go on with the prefill: {why}"
+        self._advance(active)
 
     def _poll(self) -> None:
-        assert self._agent is not None
-        agent, under_way = self._agent, []
-        for active in self._reading:
+        for active in list(self._reading):
+            self._collect(active)
             # Every handle must have ended before anything is said, also after the first failure.
-            if all(agent.poll(read) for read in active.reads.values()):
-                self._acknowledge(active)
-            else:
-                under_way.append(active)
+            if active.under_way:
                 self._look_at_the_clock(active)
-        self._reading = under_way
+            else:
+                self._reading.remove(active)
+                self._advance(active)
+
+    def _collect(self, active: _Active) -> None:
+        """Set aside the reads that have ended, well or badly."""
+        assert self._agent is not None
+        under_way = []
+        for posted in active.under_way:
+            if not self._agent.poll(posted.read):
+                under_way.append(posted)
+                continue
+            active.ended.append(posted)
+            if posted.read.error:
+                active.peer.broken = True
+                active.failure = active.failure or posted.read.error
+        active.under_way = under_way
 
     def _look_at_the_clock(self, active: _Active) -> None:
         """A read cannot be taken back, but nothing more is asked of a producer whose read is overdue."""
         peer, now = active.peer, self.clock()
-        if not active.overdue and now - active.read_since > self.deadlines.read:
+        if not active.overdue and now - active.under_way[0].since > self.deadlines.read:
             active.overdue = peer.broken = True
             self.overdue += 1
             logger.warning(
@@ -314,10 +398,6 @@ class Reader:
                 self._fail(self._activate(peer, order, began), "an earlier read from this producer does not end")
 
     def _acknowledge(self, active: _Active) -> None:
-        errors = [read.error for read in active.reads.values() if read.error]
-        if errors:
-            active.peer.broken = True
-            active.failure = errors[0]
         order = active.order
 
         def on_reply(reply: Reply | None) -> None:
@@ -346,8 +426,12 @@ class Reader:
                 self._begin(*waiting)
         parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
         seconds = self.clock() - active.started
-        self.on_outcome(Outcome(order, active.failure, seconds, active.posted, peer.layout, parts))
+        self.on_outcome(Outcome(order, active.failure, seconds, active.post_seconds, peer.layout, parts))
 
     @staticmethod
-    def _parts(active: _Active, layout: EngineLayout) -> list[PartRead]:
-        return [PartRead(layout.workers[index], read.bytes, read.descriptors) for index, read in active.reads.items()]
+    def _parts(active: _Active, layout: EngineLayout) -> Iterator[PartRead]:
+        for index in sorted({posted.worker for posted in active.ended}):
+            reads = [posted.read for posted in active.ended if posted.worker == index]
+            yield PartRead(
+                layout.workers[index], sum(read.bytes for read in reads), sum(read.descriptors for read in reads)
+            )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 from kvferry.geometry import WorkerShards
 from kvferry.protocol.loads import Order
@@ -24,7 +28,20 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: orders given in this step.
         released: producer requests whose blocks may be freed.
+        step: its number, where the scheduler half wants to know when it has been executed.
     """
 
     loads: list[Order] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    step: int | None = None
+
+
+@dataclass
+class Executed(KVConnectorWorkerMetadata):
+    """From each worker to the scheduler half: the step with this number has been executed."""
+
+    step: int
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Executed:  # noqa: ARG002
+        """Of all workers of one step, which tell the same."""
+        return self

@@ -18,17 +18,32 @@ from kvferry.protocol.authentication import SECRET_VARIABLE, Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
 from kvferry.protocol.loads import Loads, Order
-from kvferry.protocol.messages import Address, Gone, Hello, Offer, Release, Reply, Request, Welcome, encode
+from kvferry.protocol.messages import (
+    WAIT_S,
+    Address,
+    Claim,
+    Gone,
+    Hello,
+    Offer,
+    Release,
+    Reply,
+    Request,
+    Transfer,
+    Welcome,
+    encode,
+)
 from kvferry.sidechannel.client import Client
-from kvferry.sidechannel.server import Listener
+from kvferry.sidechannel.server import Listener, Respond
 from kvferry.vllm.compat import fingerprint
-from kvferry.vllm.metadata import Handshake, StepMetadata
+from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
 from kvferry.vllm.metrics import TransferStats
+from kvferry.vllm.progress import News, Progress
 from kvferry.vllm.settings import Settings, read_seal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request as EngineRequest
 
 logger = logging.getLogger(__name__)
@@ -78,6 +93,7 @@ class Producer:
         self._settings = settings
         self._welcome = encode(STARTING)
         self._grants = Grants(incarnation, settings.kv_lease_duration, edges.clock)
+        self._progress = Progress()
         self._expired_seen = 0
         self._lock = threading.Lock()
         bind = settings.side_channel_host or get_ip()
@@ -90,15 +106,52 @@ class Producer:
         """From now on ``Hello`` is answered with this."""
         self._welcome = encode(Welcome(layout))
 
-    def _answer(self, message: Request) -> bytes:
+    def _answer(self, message: Request, respond: Respond) -> bytes | None:
         if isinstance(message, Hello) and message.incarnation == self._grants.incarnation:
             return self._welcome
         with self._lock:
-            return encode(self._grants.answer(message))
+            reply = self._grants.answer(message, lambda reply: respond(encode(reply)))
+        return None if reply is None else encode(reply)
 
     def _tick(self) -> float | None:
         with self._lock:
             return self._grants.expire()
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request with ``do_remote_decode``: in a transfer that streams it can be claimed from now on."""
+        try:
+            transfer = Transfer.from_params(request.kv_transfer_params or {})
+        except ParamsError as error:
+            logger.warning("request %s does not stream: %s", request.request_id, error)
+            return
+        tokens = request.num_prompt_tokens
+        token_hash = identity_of(request, tokens) if transfer else None
+        if transfer is None or token_hash is None:
+            return
+        with self._lock:
+            if self._grants.open(request.request_id, transfer, tokens, token_hash):
+                self._progress.follow(request)
+
+    def scheduled(self, output: SchedulerOutput) -> int | None:
+        """A step was put together; its number, if what it computes is to be told when it has been executed."""
+        step, begun = self._progress.scheduled(output)
+        for news in begun:
+            self._told(news)
+        return step
+
+    def executed(self, step: int) -> None:
+        for news in self._progress.executed(step):
+            self._told(news)
+
+    def _told(self, news: News) -> None:
+        with self._lock:
+            self._grants.progress(news.request, news.life, news.blocks, news.ready)
+
+    def ended(self, request: EngineRequest) -> None:
+        """It ended without anything to hand over."""
+        self._progress.forget(request.request_id)
+        with self._lock:
+            self._grants.close(request.request_id)
 
     def finished(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> Offer | None:
         """Hold the blocks of a finished prefill; None when there is nothing to hand over."""
@@ -106,8 +159,9 @@ class Producer:
         token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
         if token_hash is None:
             return None
+        self._progress.forget(request.request_id)
         with self._lock:
-            grant = self._grants.offer(request.request_id, blocks, tokens)
+            grant = self._grants.offer(request.request_id, blocks, tokens, token_hash)
         host, port = self.address
         parallel = self._config.parallel_config
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_index)
@@ -115,7 +169,7 @@ class Producer:
             host=host,
             port=port,
             engine_id=str(self._config.kv_transfer_config.engine_id),
-            request=request.request_id,
+            request=grant.name,
             incarnation=self._grants.incarnation,
             nonce=grant.nonce,
             tokens=tokens,
@@ -160,26 +214,34 @@ class Consumer:
         except ParamsError as error:
             self._warn(request, str(error))
             return
-        if identity_of(request, offer.tokens) != offer.token_hash:
+        tokens = request.num_prompt_tokens if offer.tokens is None else offer.tokens
+        token_hash = identity_of(request, tokens)
+        if token_hash is None or offer.token_hash not in (None, token_hash):
             self._warn(request, "the offered KV cache was computed from another prompt")
             self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
             return
         request_id = request.request_id
         with self._lock:
-            claim = self._loads.begin(request_id, offer)
-        timeout = self._settings.claim_timeout
-        self._client.send(offer.address, claim, timeout, lambda reply: self._claimed(request_id, reply))
+            claim = self._loads.begin(request_id, offer, tokens, token_hash)
+        self._send(request_id, offer.address, claim)
 
-    def _claimed(self, request_id: str, reply: Reply | None) -> None:
+    def _send(self, request_id: str, address: Address, claim: Claim) -> None:
+        timeout = self._settings.claim_timeout + (WAIT_S if claim.ahead else 0.0)
+        self._client.send(address, claim, timeout, lambda reply: self._claimed(request_id, address, reply))
+
+    def _claimed(self, request_id: str, address: Address, reply: Reply | None) -> None:
         with self._lock:
             # Without an answer the claim may have arrived all the same.
             dropped = self._loads.drop(request_id) if reply is None else None
-            why = self._loads.claimed(request_id, reply) if reply is not None else None
+            next_step = self._loads.claimed(request_id, reply) if reply is not None else None
+        if isinstance(next_step, Claim):
+            self._send(request_id, address, next_step)
+            return
         if dropped:
             self._release(*dropped)
-            why = f"no answer to the claim from {dropped[0][0]}:{dropped[0][1]}"
-        if why:
-            logger.info("request %s is prefilled here: %s", request_id, why)
+            next_step = f"no answer to the claim from {address[0]}:{address[1]}"
+        if next_step:
+            logger.info("request %s is prefilled here: %s", request_id, next_step)
 
     def _tick(self) -> float | None:
         with self._lock:
@@ -285,6 +347,8 @@ class SchedulerHalf:
         params = request.kv_transfer_params
         if self._consumer and isinstance(params, dict) and params.get("do_remote_prefill") is True:
             self._consumer.arrived(request)
+        if self._producer and isinstance(params, dict) and params.get("do_remote_decode") is True:
+            self._producer.arrived(request)
 
     def get_num_new_matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         tokens = self._consumer.available(request, local_tokens) if self._consumer else 0
@@ -295,9 +359,11 @@ class SchedulerHalf:
         if order:
             self._orders.append(order)
 
-    def build_connector_meta(self) -> StepMetadata:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         orders, self._orders = self._orders, []
-        return StepMetadata(orders, self._producer.take_released() if self._producer else [])
+        if self._producer is None:
+            return StepMetadata(orders)
+        return StepMetadata(orders, self._producer.take_released(), self._producer.scheduled(output))
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
@@ -308,7 +374,9 @@ class SchedulerHalf:
             self._unsaid = None
         return None if stats.is_empty() else stats
 
-    def update_connector_output(self, finished_recving: set[str] | None) -> None:
+    def update_connector_output(self, finished_recving: set[str] | None, executed: object = None) -> None:
+        if self._producer and isinstance(executed, Executed):
+            self._producer.executed(executed.step)
         for request_id in finished_recving or ():
             if self._consumer:
                 self._consumer.loaded(request_id)
@@ -324,10 +392,12 @@ class SchedulerHalf:
         params = request.kv_transfer_params
         wanted = self._producer and isinstance(params, dict) and params.get("do_remote_decode") is True
         complete = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not (self._producer and wanted and complete):
-            return False, None
-        offer = self._producer.finished(request, blocks)
-        return (True, offer.to_params(self._seal)) if offer else (False, None)
+        offer = self._producer.finished(request, blocks) if self._producer and wanted and complete else None
+        if offer is not None:
+            return True, offer.to_params(self._seal)
+        if self._producer:
+            self._producer.ended(request)
+        return False, None
 
     def shutdown(self) -> None:
         for role in (self._producer, self._consumer):

@@ -19,7 +19,7 @@ from kvferry.transport.nixl import Agent
 from kvferry.transport.reader import Deadlines, Outcome, Reader
 from kvferry.vllm.cache_view import shards_of
 from kvferry.vllm.compat import fingerprint
-from kvferry.vllm.metadata import Handshake, StepMetadata
+from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
 from kvferry.vllm.metrics import TransferStats
 from kvferry.vllm.settings import Settings, read_seal
 
@@ -51,6 +51,7 @@ class WorkerHalf:
         self._client: Client | None = None
         self._handshake: Handshake | None = None
         self._released: set[str] = set()
+        self._step: int | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._stats = TransferStats()
         self._overdue = 0
@@ -111,6 +112,12 @@ class WorkerHalf:
             assert self._reader is not None, "vLLM registers the KV cache before the first step"
             self._reader.submit(order)
         self._released.update(metadata.released)
+        self._step = metadata.step
+
+    def take_executed(self) -> Executed | None:
+        """What the scheduler half wanted to know of the step that ends."""
+        step, self._step = self._step, None
+        return None if step is None else Executed(step)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Everything that ended since the last call, each request once."""
