@@ -12,6 +12,7 @@ import json
 import socket
 import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +141,11 @@ class StandIn:
         self.grants = Grants(self.incarnation, 60.0, asyncio.get_running_loop().time)
         await self.open()
 
-    def _answer(self, message: Any) -> bytes:
+    def _answer(self, message: Any, respond: Callable[[bytes], object]) -> bytes | None:
         from kvferry.protocol.messages import encode
 
-        return encode(self.grants.answer(message))
+        reply = self.grants.answer(message, lambda reply: respond(encode(reply)))
+        return None if reply is None else encode(reply)
 
     async def _serve(self, sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 22)
@@ -261,10 +263,9 @@ class StandIn:
         wanted = self.role == "prefill" and (body.get("kv_transfer_params") or {}).get("do_remote_decode") is True
         if not wanted or self._listener is None:
             return None
-        grant = self.grants.offer(draw(), [[1]], len(prompt) + 1)
-        offer = Offer(
-            "127.0.0.1", self._listener.port, "e", grant.request, self.incarnation, grant.nonce, grant.tokens, draw()
-        )
+        grant = self.grants.offer(draw(), [[1]], len(prompt) + 1, draw())
+        names = (grant.name, self.incarnation, grant.nonce)
+        offer = Offer("127.0.0.1", self._listener.port, "e", *names, grant.tokens, grant.token_hash)
         return offer.to_params(SEAL)
 
     def fetch(self, body: dict) -> bool:
@@ -275,7 +276,8 @@ class StandIn:
         offer = Offer.from_params(parameters, SEAL)
         grants = self.ledger[offer.address].grants
         claim = draw()
-        held = grants.answer(Claim(offer.incarnation, offer.request, offer.nonce, claim, self.incarnation, ["w"]))
+        names = (offer.incarnation, offer.request, offer.nonce, claim, self.incarnation)
+        held = grants.answer(Claim(*names, ["w"], offer.tokens, offer.token_hash))
         if not isinstance(held, Granted):
             return False
         grants.answer(Ack(offer.incarnation, offer.request, claim, "w"))

@@ -13,6 +13,7 @@ LEASE = 30.0
 INCARNATION, CONSUMER, STRANGER = "1" * 32, "2" * 32, "3" * 32
 READERS = ["pp0tp0", "pp1tp0"]
 BLOCKS = [[3, 1, 4], [1, 5]]
+HASH = "a" * 32
 
 
 class Clock:
@@ -34,7 +35,8 @@ def grants(clock):
 
 
 def _claim(grant, claim="c" * 32, consumer=CONSUMER, readers=READERS, nonce=None, incarnation=INCARNATION):
-    return Claim(incarnation, grant.request, nonce or grant.nonce, claim, consumer, readers)
+    names = (incarnation, grant.name, nonce or grant.nonce, claim, consumer)
+    return Claim(*names, readers, grant.tokens, grant.token_hash)
 
 
 def _ack(grant, reader, claim="c" * 32):
@@ -46,12 +48,12 @@ def _release(grant, claim="c" * 32, nonce=None):
 
 
 def test_a_claim_is_answered_with_the_blocks_and_the_remaining_time(grants):
-    grant = grants.offer("r", BLOCKS, 40)
-    assert grants.answer(_claim(grant)) == Granted(BLOCKS, 40, LEASE)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
+    assert grants.answer(_claim(grant)) == Granted(BLOCKS, 40, LEASE, ready=40)
 
 
 def test_blocks_are_freed_once_after_the_last_reader_acknowledged(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     assert grants.answer(_ack(grant, "pp0tp0")) == Held()
     assert grants.take_ended() == []
@@ -61,7 +63,7 @@ def test_blocks_are_freed_once_after_the_last_reader_acknowledged(grants):
 
 
 def test_the_same_reader_counts_once(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     assert grants.answer(_ack(grant, "pp0tp0")) == Held()
     assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
@@ -69,26 +71,26 @@ def test_the_same_reader_counts_once(grants):
 
 
 def test_a_reader_that_was_not_announced_changes_nothing(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     assert isinstance(grants.answer(_ack(grant, "pp7tp7")), Gone)
     assert grants.take_ended() == []
 
 
 def test_an_acknowledgement_without_a_claim_is_gone(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
 
 
 def test_a_replayed_claim_after_the_end_is_gone(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant, readers=["pp0tp0"]))
     grants.answer(_ack(grant, "pp0tp0"))
     assert isinstance(grants.answer(_claim(grant, claim="d" * 32)), Gone)
 
 
 def test_a_repeated_claim_message_is_answered_again_and_counts_once(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     grants.answer(_ack(grant, "pp0tp0"))
     assert isinstance(grants.answer(_claim(grant)), Granted)
@@ -98,7 +100,7 @@ def test_a_repeated_claim_message_is_answered_again_and_counts_once(grants):
 
 @pytest.mark.parametrize("end", [_release, lambda grant: _ack(grant, "pp0tp0")], ids=["released", "acknowledged"])
 def test_a_late_copy_of_a_claim_that_has_ended_is_gone_while_another_one_holds_the_grant(grants, end):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     for claim in ("c" * 32, "d" * 32):
         grants.answer(_claim(grant, claim=claim, readers=["pp0tp0"]))
     grants.answer(end(grant))
@@ -109,32 +111,32 @@ def test_a_late_copy_of_a_claim_that_has_ended_is_gone_while_another_one_holds_t
 
 
 def test_a_claim_that_its_release_has_overtaken_is_gone(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant, claim="d" * 32))
     grants.answer(_release(grant))
     assert isinstance(grants.answer(_claim(grant)), Gone)
 
 
 def test_a_forged_nonce_is_gone_and_changes_nothing(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     assert isinstance(grants.answer(_claim(grant, nonce="f" * 32)), Gone)
     assert isinstance(grants.answer(_claim(grant)), Granted)
 
 
 def test_a_second_consumer_is_gone_while_the_first_one_reads(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     assert isinstance(grants.answer(_claim(grant, claim="d" * 32, consumer=STRANGER)), Gone)
     assert grants.answer(_ack(grant, "pp0tp0")) == Held()
 
 
 def test_a_message_for_an_earlier_incarnation_is_gone(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     assert "incarnation" in grants.answer(_claim(grant, incarnation=STRANGER)).reason
 
 
 def test_requests_of_one_consumer_share_a_grant_by_count(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     for claim in ("c" * 32, "d" * 32):
         assert isinstance(grants.answer(_claim(grant, claim=claim, readers=["pp0tp0"])), Granted)
     assert grants.answer(_ack(grant, "pp0tp0", "c" * 32)) == Held()
@@ -144,7 +146,7 @@ def test_requests_of_one_consumer_share_a_grant_by_count(grants):
 
 
 def test_an_unclaimed_grant_ends_with_its_lease(grants, clock):
-    grants.offer("r", BLOCKS, 40)
+    grants.offer("r", BLOCKS, 40, HASH)
     clock.now += LEASE - 0.01
     assert grants.expire() == pytest.approx(0.01)
     clock.now += 0.01
@@ -153,7 +155,7 @@ def test_an_unclaimed_grant_ends_with_its_lease(grants, clock):
 
 
 def test_a_consumer_that_died_after_its_claim_holds_nothing_past_the_lease(grants, clock):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     clock.now += LEASE
     grants.expire()
@@ -162,7 +164,7 @@ def test_a_consumer_that_died_after_its_claim_holds_nothing_past_the_lease(grant
 
 def test_an_acknowledgement_after_the_lease_is_gone_even_before_anyone_looked(grants, clock):
     """I2: the answer must not depend on whether the expiry thread ran first."""
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     clock.now += LEASE
     assert isinstance(grants.answer(_ack(grant, "pp0tp0")), Gone)
@@ -171,13 +173,13 @@ def test_an_acknowledgement_after_the_lease_is_gone_even_before_anyone_looked(gr
 
 def test_claims_on_one_grant_are_bounded(grants, monkeypatch):
     monkeypatch.setattr("kvferry.protocol.grants.MAX_CLAIMS", 2)
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     replies = [grants.answer(_claim(grant, claim=claim * 32)) for claim in "cdec"]
     assert [isinstance(reply, Granted) for reply in replies] == [True, True, False, True]
 
 
 def test_leases_end_in_the_order_they_were_last_prolonged(grants, clock):
-    first, _ = grants.offer("first", BLOCKS, 40), grants.offer("second", BLOCKS, 40)
+    first, _ = grants.offer("first", BLOCKS, 40, HASH), grants.offer("second", BLOCKS, 40, HASH)
     clock.now += LEASE / 2
     grants.answer(_claim(first))
     clock.now += LEASE / 2
@@ -190,7 +192,7 @@ def test_leases_end_in_the_order_they_were_last_prolonged(grants, clock):
 
 
 def test_renewal_keeps_a_claim_for_another_lease(grants, clock):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     for _ in range(5):
         clock.now += LEASE / 3
@@ -199,27 +201,27 @@ def test_renewal_keeps_a_claim_for_another_lease(grants, clock):
 
 
 def test_renewal_names_the_claims_that_are_gone(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     renewal = Renew(INCARNATION, [("r", "c" * 32), ("r", "d" * 32), ("q", "e" * 32)])
     assert grants.answer(renewal) == Renewed(["d" * 32, "e" * 32])
 
 
 def test_release_frees_an_unclaimed_grant_at_once(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     assert grants.answer(_release(grant)) == Released()
     assert grants.take_ended() == ["r"]
 
 
 def test_release_frees_a_claimed_grant_at_once(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     grants.answer(_release(grant))
     assert grants.take_ended() == ["r"]
 
 
 def test_release_of_one_claim_leaves_another_ones_blocks(grants):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     for claim in ("c" * 32, "d" * 32):
         grants.answer(_claim(grant, claim=claim))
     grants.answer(_release(grant, claim="c" * 32))
@@ -228,7 +230,7 @@ def test_release_of_one_claim_leaves_another_ones_blocks(grants):
 
 @pytest.mark.parametrize("change", [{"nonce": "f" * 32}, {"claim": "f" * 32}])
 def test_a_foreign_release_frees_nothing_while_someone_reads(grants, change):
-    grant = grants.offer("r", BLOCKS, 40)
+    grant = grants.offer("r", BLOCKS, 40, HASH)
     grants.answer(_claim(grant))
     assert grants.answer(_release(grant, **change)) == Released()
     assert grants.take_ended() == []
@@ -255,7 +257,7 @@ class GrantHistories(RuleBasedStateMachine):
     def offer(self):
         request = draw()
         self.alive_until[request] = self.clock.now + LEASE
-        return self.grants.offer(request, BLOCKS, 40)
+        return self.grants.offer(request, BLOCKS, 40, HASH)
 
     @rule(grant=offered, claim=claims, consumer=st.sampled_from([CONSUMER, STRANGER]))
     def claim(self, grant, claim, consumer):

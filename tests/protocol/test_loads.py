@@ -9,7 +9,7 @@ from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew
 TOKEN, OTHER, CONSUMER = "1" * 32, "2" * 32, "3" * 32
 TIMEOUT, HOLD, TTL = 10.0, 300.0, 30.0
 ADDRESS = ("10.0.0.7", 5601)
-GRANTED = Granted([[3, 4, 5]], 300, TTL)
+GRANTED = Granted([[3, 4, 5]], 300, TTL, ready=300)
 
 
 class Clock:
@@ -35,23 +35,23 @@ def loads(clock):
 
 
 def _granted(loads, name="d-1", **offer):
-    claim = loads.begin(name, _make_offer(**offer))
+    claim = loads.begin(name, _make_offer(**offer), 300, TOKEN)
     loads.claimed(name, GRANTED)
     return claim
 
 
 def test_a_claim_names_the_offer_and_every_reader(loads):
-    claim = loads.begin("d-1", _make_offer())
+    claim = loads.begin("d-1", _make_offer(), 300, TOKEN)
     assert (claim.incarnation, claim.request, claim.nonce, claim.consumer) == (TOKEN, "p-1", OTHER, CONSUMER)
     assert claim.readers == ["pp0tp0", "pp1tp0"]
 
 
 def test_each_request_claims_under_a_name_of_its_own(loads):
-    assert loads.begin("d-1", _make_offer()).claim != loads.begin("d-2", _make_offer()).claim
+    assert loads.begin("d-1", _make_offer(), 300, TOKEN).claim != loads.begin("d-2", _make_offer(), 300, TOKEN).claim
 
 
 def test_a_request_waits_until_the_producer_answers(loads):
-    loads.begin("d-1", _make_offer())
+    loads.begin("d-1", _make_offer(), 300, TOKEN)
     assert loads.available("d-1") is None
     assert loads.claimed("d-1", GRANTED) is None
     assert loads.available("d-1") == 300
@@ -61,16 +61,16 @@ def test_a_request_without_an_offer_has_nothing_to_load(loads):
     assert loads.available("d-1") == 0
 
 
-@pytest.mark.parametrize("reply", [Gone("released"), None, Held(), Granted([[3]], 299, TTL)])
+@pytest.mark.parametrize("reply", [Gone("released"), None, Held(), Granted([[3]], 299, TTL, ready=299)])
 def test_any_answer_but_a_full_grant_means_local_prefill(loads, reply):
-    loads.begin("d-1", _make_offer())
+    loads.begin("d-1", _make_offer(), 300, TOKEN)
     assert loads.claimed("d-1", reply)
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
 
 def test_a_request_stops_waiting_at_its_deadline(loads, clock):
-    loads.begin("d-1", _make_offer())
+    loads.begin("d-1", _make_offer(), 300, TOKEN)
     clock.now += TIMEOUT
     assert loads.available("d-1") == 0
 
@@ -79,7 +79,7 @@ def test_an_order_carries_both_block_lists_and_the_tokens_to_read(loads):
     claim = _granted(loads)
     order = loads.start("d-1", [[7, 8, 9]], Span(128, 300))
     assert (order.request, order.remote_request, order.address, order.claim) == ("d-1", "p-1", ADDRESS, claim.claim)
-    assert (order.remote_blocks, order.local_blocks) == ([[3, 4, 5]], [[7, 8, 9]])
+    assert (order.grant, order.local_blocks) == (GRANTED, [[7, 8, 9]])
     assert (order.first_token, order.last_token) == (128, 300)
 
 
@@ -98,7 +98,7 @@ def test_a_request_that_loads_or_has_loaded_never_asks_again(loads):
 
 
 def test_dropping_a_waiting_or_granted_request_releases_the_grant(loads):
-    first = loads.begin("d-1", _make_offer())
+    first = loads.begin("d-1", _make_offer(), 300, TOKEN)
     second = _granted(loads, "d-2")
     assert loads.drop("d-1") == (ADDRESS, Release(TOKEN, "p-1", OTHER, first.claim))
     assert loads.drop("d-2") == (ADDRESS, Release(TOKEN, "p-1", OTHER, second.claim))
@@ -114,7 +114,7 @@ def test_dropping_a_load_under_way_releases_nothing(loads):
 
 
 def test_an_answer_after_the_request_was_dropped_is_ignored(loads):
-    loads.begin("d-1", _make_offer())
+    loads.begin("d-1", _make_offer(), 300, TOKEN)
     loads.drop("d-1")
     assert loads.claimed("d-1", GRANTED) is None
     assert loads.available("d-1") == 0

@@ -14,8 +14,10 @@ from kvferry.protocol.authentication import Seal
 from kvferry.protocol.messages import (
     MAX_REQUEST_BYTES,
     PARAMS_KEY,
+    PROTOCOL_VERSION,
     Ack,
     Claim,
+    Follow,
     Gone,
     Granted,
     Held,
@@ -25,6 +27,7 @@ from kvferry.protocol.messages import (
     Released,
     Renew,
     Renewed,
+    Waiting,
     Welcome,
     decode_reply,
     decode_request,
@@ -49,7 +52,8 @@ OFFER = Offer(
 
 REQUESTS = [
     Hello(TOKEN),
-    Claim(TOKEN, "cmpl-1", OTHER, TOKEN, OTHER, ["pp0tp0", "pp1tp0"]),
+    Claim(TOKEN, "cmpl-1", OTHER, TOKEN, OTHER, ["pp0tp0", "pp1tp0"], 1500, TOKEN, ahead=True),
+    Follow(TOKEN, "cmpl-1", OTHER, "pp0tp0", life=1, ready=512),
     Renew(TOKEN, [("cmpl-1", OTHER), ("cmpl-2", TOKEN)]),
     Ack(TOKEN, "cmpl-1", OTHER, "pp0tp0"),
     Release(TOKEN, "cmpl-1", OTHER, TOKEN),
@@ -78,7 +82,15 @@ def _make_layout() -> EngineLayout:
     return EngineLayout(TOKEN, 2, 1, 0, Fingerprint("m", 1, "0.32"), (worker,))
 
 
-REPLIES = [Welcome(_make_layout()), Granted([[3, 4], []], 40, 30.0), Held(), Renewed([TOKEN]), Released(), Gone("why")]
+REPLIES = [
+    Welcome(_make_layout()),
+    Granted([[3, 4], []], 40, 30.0, ready=39, life=1),
+    Waiting(known=True),
+    Held(),
+    Renewed([TOKEN]),
+    Released(),
+    Gone("why"),
+]
 
 
 @pytest.mark.parametrize("message", REQUESTS, ids=lambda message: type(message).__name__)
@@ -183,7 +195,7 @@ def test_blocks_that_no_cache_has_are_refused_when_they_arrive(blocks):
 @pytest.mark.parametrize("ttl", [0.0, -1.0, 1e-300, float("nan"), float("inf")])
 def test_a_lease_that_would_be_renewed_without_pause_or_never_is_refused(ttl):
     with pytest.raises(MessageError, match="ttl"):
-        decode_reply(encode(Granted([[1]], 40, ttl)))
+        decode_reply(encode(Granted([[1]], 40, ttl, 40)))
 
 
 def test_deep_nesting_is_refused():
@@ -253,5 +265,5 @@ def test_parameters_of_another_connector_are_told_apart():
 def test_parameters_of_another_protocol_version_name_both_versions():
     params = OFFER.to_params(SEAL)
     params[PARAMS_KEY]["version"] = 7
-    with pytest.raises(ParamsError, match="version is 7, this is 1"):
+    with pytest.raises(ParamsError, match=f"version is 7, this is {PROTOCOL_VERSION}"):
         Offer.from_params(params, SEAL)

@@ -33,7 +33,7 @@ def listen(heard):
     listeners = []
 
     def make(seal, answer=None, host="127.0.0.1"):
-        def note(message):
+        def note(message, respond):
             heard.append(message)
             return encode(Released())
 

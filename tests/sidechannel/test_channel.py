@@ -20,7 +20,7 @@ def _no_wish():
     return None
 
 
-def _answer(message):
+def _answer(message, respond):
     return encode(Released() if isinstance(message, Release) else Gone(type(message).__name__))
 
 
@@ -76,10 +76,10 @@ def test_a_closed_listener_gives_its_port_back(listener):
 
 
 def test_the_listener_survives_a_handler_that_raises(client):
-    def answer(message):
+    def answer(message, respond):
         if isinstance(message, Release):
             raise RuntimeError("handler")
-        return _answer(message)
+        return _answer(message, respond)
 
     listener = Listener("127.0.0.1", 0, answer, _no_wish)
     try:
@@ -167,7 +167,7 @@ def test_a_producer_that_comes_back_on_its_port_is_reached_again(client):
 
 
 def test_an_answer_that_is_no_reply_counts_as_none(client):
-    listener = Listener("127.0.0.1", 0, lambda _: b"\xff", _no_wish)
+    listener = Listener("127.0.0.1", 0, lambda *_: b"\xff", _no_wish)
     try:
         assert ask(client, listener.port, Hello(TOKEN)) is None
     finally:
@@ -223,8 +223,8 @@ def test_a_name_server_that_hangs_delays_nobody_else(listener, client, monkeypat
 
 
 def test_a_long_reply_arrives_whole(client):
-    long = Granted([list(range(1_000_000))], 40, 30.0)
-    listener = Listener("127.0.0.1", 0, lambda _: encode(long), _no_wish)
+    long = Granted([list(range(1_000_000))], 40, 30.0, 40)
+    listener = Listener("127.0.0.1", 0, lambda *_: encode(long), _no_wish)
     try:
         assert ask(client, listener.port, Hello(TOKEN)) == long
     finally:
@@ -273,7 +273,7 @@ from kvferry.protocol.messages import Hello
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 asked = threading.Event()
-listener = Listener("127.0.0.1", 0, lambda _: b"", lambda: None)
+listener = Listener("127.0.0.1", 0, lambda *_: b"", lambda: None)
 socket.getaddrinfo = lambda *_, **__: asked.set() or threading.Event().wait()
 client = Client("stuck")
 client.send(("name", 1), Hello("1" * 32), 60, print)
@@ -292,7 +292,7 @@ from kvferry.protocol.messages import Hello, encode, Gone
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
 answered = threading.Event()
-listener = Listener("127.0.0.1", 0, lambda _: encode(Gone("")), lambda: None)
+listener = Listener("127.0.0.1", 0, lambda *_: encode(Gone("")), lambda: None)
 client = Client("idle")
 client.send(("127.0.0.1", listener.port), Hello("1" * 32), 60, lambda _: answered.set())
 assert answered.wait(60)

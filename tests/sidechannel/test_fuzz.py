@@ -21,7 +21,7 @@ SENDER = b"f" * 16
 
 def _make_grants():
     grants = Grants(TOKEN, 30.0, lambda: 0.0)
-    grants.offer("cmpl-1", [[1, 2]], 20)
+    grants.offer("cmpl-1", [[1, 2]], 20, TOKEN)
     return grants
 
 
@@ -72,7 +72,7 @@ def test_the_corpus_holds_messages_of_every_kind_and_many_that_are_none():
 @given(_mutated())
 def test_a_mutated_message_is_answered_or_refused_and_ends_no_grant_it_does_not_name(body):
     grants = _make_grants()
-    held = grants.offer("held", [[3]], 5)
+    held = grants.offer("held", [[3]], 5, TOKEN)
     _answer(grants, body)
     assert len(grants) in (1, 2)
     claim = Release(TOKEN, "held", held.nonce, TOKEN)
@@ -94,7 +94,7 @@ def test_a_mutated_message_is_no_reply_or_a_valid_one(body):
 @pytest.fixture(scope="module")
 def served():
     """A listener with grants behind it, and a second one whose answers show that a connection still works."""
-    listener = Listener("127.0.0.1", 0, lambda message: encode(_make_grants().answer(message)), lambda: None)
+    listener = Listener("127.0.0.1", 0, lambda message, _: encode(_make_grants().answer(message)), lambda: None)
     yield listener
     listener.close()
 

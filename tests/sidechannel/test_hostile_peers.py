@@ -42,7 +42,7 @@ sys.stdin.read()
 """
 
 
-def _answer(message):
+def _answer(message, respond):
     """``Hello`` is answered with a lot, made anew each time, and ``VERY_LONG`` with more."""
     if message == VERY_LONG:
         return bytes(VERY_LONG_BYTES)

@@ -6,7 +6,8 @@ It follows vLLM's own order of calls, reuses the block freed last first, and fai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,19 @@ from vllm.v1.request import RequestStatus
 from kvferry.geometry import Span
 from kvferry.protocol.grants import Grant
 from kvferry.protocol.loads import Load, State
-from kvferry.protocol.messages import Claim, Gone, Hello, Renew, Renewed, Reply, Request, decode_reply
+from kvferry.protocol.messages import (
+    Claim,
+    Gone,
+    Granted,
+    Hello,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Waiting,
+    decode_reply,
+)
+from kvferry.vllm.metadata import Executed
 from kvferry.vllm.scheduler import Edges, SchedulerHalf
 
 from . import invariants
@@ -27,7 +40,8 @@ from .place import Place, Shape
 from .requests import Pool, SimulatedRequest
 from .worker import Step, Work, Worker, kind_of
 
-Answer = Callable[[Request], bytes]
+Respond = Callable[[bytes], None]
+Answer = Callable[[Request, Respond], bytes | None]
 Tick = Callable[[], float | None]
 
 PORT = 5600
@@ -40,8 +54,6 @@ class Core:
     Attributes:
         requests: all that vLLM knows, finished ones whose blocks stay included.
     """
-
-    CHUNK = 5
 
     def __init__(self, place: Place, host: str, shape: Shape) -> None:
         self.place, self.world, self.host, self.shape = place, place.world, host, shape
@@ -58,7 +70,9 @@ class Core:
         self._failed: set[str] = set()
         self._failing: set[str] = set()
         self._reports: dict[tuple[str, str], int] = {}
-        self._cleanup = self._awake = False
+        self._heard: dict[str, float] = {}  # when a producer last said that it has a request
+        self._unchecked: list[tuple[Request, Reply]] = []
+        self._cleanup = self._awake = self._busy = False
         settings = msgspec.structs.replace(place.settings, side_channel_host=host, side_channel_port=PORT)
         edges = Edges(place.clock(), self._listen, self._connect)
         self.half = SchedulerHalf(_config(shape), settings, edges)
@@ -69,7 +83,13 @@ class Core:
 
     @property
     def grants(self) -> dict[str, Grant]:
+        """Of prefills that have finished, by name."""
         return self.half._producer._grants._grants if self.half._producer else {}
+
+    @property
+    def open_grants(self) -> dict[str, Grant]:
+        """Of prefills that go on, by name."""
+        return self.half._producer._grants._open if self.half._producer else {}
 
     @property
     def loads(self) -> dict[str, Load]:
@@ -94,28 +114,59 @@ class Core:
         self._client = Client(self.place.network, self.host, self, tick, self._answered)
         return self._client
 
-    def _answer(self, answer: Answer, message: Request) -> bytes:
-        ledger, grants = self.place.ledger, self.grants
-        ours = message.incarnation == self.incarnation
-        states = [ledger.state(self.incarnation, name) if ours else "foreign" for name in _subjects(message)]
-        before = invariants.picture(grants)
-        body = answer(message)
-        reply = decode_reply(body)
-        self.world.tell("{} answers {} to {}", self.host, reply, message)
-        ledger.answered(self.incarnation, message, reply)
+    def _answer(self, answer: Answer, message: Request, respond: Respond) -> bytes | None:
+        before = invariants.picture(self)
+
+        def later(body: bytes) -> None:
+            self._unchecked.append((message, decode_reply(body)))
+            if not self._busy:
+                self._check_answers()
+            respond(body)
+
+        with self._before_checks():
+            body = answer(message, later)
+            if body is None:
+                self.world.tell("{} keeps {}", self.host, message)
+                return None
+            reply = decode_reply(body)
+            self._unchecked.insert(0, (message, reply))
         if isinstance(reply, Gone):
-            after = invariants.picture(grants)
+            after = invariants.picture(self)
             changed = [name for name, grant in after.items() if grant != before[name]]
             require(not changed, "I5", "{} was refused and changed {}", message, changed)
+        return body
+
+    @contextmanager
+    def _before_checks(self) -> Iterator[None]:
+        """What is answered to kept messages meanwhile is checked when the ledger knows what was the news."""
+        self._busy, before = True, self._busy
+        yield
+        self._busy = before
+        if not before:
+            self._check_answers()
+
+    def _check_answers(self) -> None:
+        while self._unchecked:
+            self._check_answer(*self._unchecked.pop(0))
+
+    def _check_answer(self, message: Request, reply: Reply) -> None:
+        self.world.tell("{} answers {} to {}", self.host, reply, message)
+        ours = message.incarnation == self.incarnation
+        ledger = self.place.ledger
+        states = [ledger.state(self.incarnation, name) if ours else "foreign" for name in _subjects(message)]
+        ledger.answered(self.incarnation, message, reply)
+        if isinstance(reply, Granted):
+            invariants.readable(self, message.request, reply)
         for state in states:
             self.world.cover(f"grant:{state}", f"{type(message).__name__} {kind_of(reply)}")
-        return body
 
     def _answered(self, message: Request, reply: Reply | None) -> None:
         claims = [message.claim] if isinstance(message, Claim) else []
         claims += [claim for _, claim in message.claims] if isinstance(message, Renew) else []
         for claim in claims:
             name = next((name for name, load in self.loads.items() if load.claim == claim), "")
+            if isinstance(reply, Waiting) and reply.known:
+                self._heard[name] = self.world.now
             gone = isinstance(reply, Renewed) and claim in reply.gone
             self.world.cover(self.load_state(name), f"{type(message).__name__} {'Gone' if gone else kind_of(reply)}")
 
@@ -126,7 +177,11 @@ class Core:
         self.world.tell("{} gets {}, prefilled as {}", self.host, request.request_id, source)
         self.requests[request.request_id] = request
         self.waiting.append(request)
+        opened = set(self.open_grants)
         self.half.on_new_request(request)
+        for name in set(self.open_grants) - opened:
+            request.transfer = name
+            self.place.ledger.opened(self.incarnation, name, self.open_grants[name].nonce)
         self._wake()
 
     def abort(self, request: SimulatedRequest) -> None:
@@ -144,7 +199,7 @@ class Core:
         """The process dies, with whatever it holds."""
         self.world.tell("{} is killed", self.host)
         self.alive = False
-        for name in self.grants:
+        for name in (*self.grants, *self.open_grants):
             self.world.cover(f"grant:{self.place.ledger.state(self.incarnation, name)}", "kill")
         for name in self.loads:
             self.cover(name, "kill")
@@ -156,7 +211,7 @@ class Core:
         """What is left of requests anywhere in this engine, by where it is."""
         left: dict[str, Any] = {
             "requests": {name: request.status.name for name, request in self.requests.items()},
-            "grants": list(self.grants),
+            "grants": [*self.grants, *self.open_grants],
             "loads": list(self.loads),
             "claims": list(self._client.pending) if self._client else [],
             "blocks": set(self.pool.users) - set(self.pool.free),
@@ -168,10 +223,15 @@ class Core:
         (self.running if request in self.running else self.waiting).remove(request)
         request.status = status
         blocks = request.blocks[: -(-request.num_computed_tokens // self.shape.block_tokens)]
-        held, params = self.half.request_finished(request, (blocks,))
-        if held:
-            self.place.ledger.offered(self.incarnation, request.request_id, params["kvferry"]["nonce"], [blocks])
-        elif not stay:
+        name = request.name
+        with self._before_checks():
+            held, params = self.half.request_finished(request, (blocks,))
+            if held:
+                require(params["remote_request_id"] == name, "I5", "{} is offered as {}", name, params)
+                self.place.ledger.offered(self.incarnation, name, params["kvferry"]["nonce"], [blocks])
+            else:
+                self.place.ledger.closed(self.incarnation, name)
+        if not held and not stay:
             self._free(request)
         self._cleanup = True
         self._wake()
@@ -230,7 +290,7 @@ class Core:
         work: list[Work] = []
         if self._run_on(work):
             self._admit(work)
-        metadata = self.half.build_connector_meta()
+        metadata = self.half.build_connector_meta(_output(work))
         for order in metadata.loads:
             self.requests[order.request].order = order
         return Step(metadata, work)
@@ -251,17 +311,21 @@ class Core:
         idle = [request for request in self.running if not request.busy]
         if not idle:
             return False
-        victim = idle[-1]
+        followed = [request for request in idle if request.name in self.open_grants]
+        victim = (followed or idle)[-1]
         self.world.tell("{} preempts {}", self.host, victim.request_id)
         self.world.cover("run:remote" if victim.order else "run:local", "preempt")
         self.running.remove(victim)
         self._give_back(victim)
         victim.num_computed_tokens, victim.status = 0, RequestStatus.PREEMPTED
+        victim.told = 0 if victim.told is not None else None
+        if victim.name in self.open_grants:
+            self.world.cover(f"grant:{self.place.ledger.state(self.incarnation, victim.name)}", "preempt")
         self.waiting.appendleft(victim)
         return True
 
     def _stop(self, request: SimulatedRequest) -> int:
-        return min(request.known, request.num_computed_tokens + self.CHUNK)
+        return min(request.known, request.num_computed_tokens + self.shape.chunk)
 
     def _run(self, request: SimulatedRequest, work: list[Work]) -> None:
         span = Span(request.num_computed_tokens, self._stop(request))
@@ -292,7 +356,7 @@ class Core:
     def _allocate(self, request: SimulatedRequest, hit: list[int], remote: int) -> bool:
         """Blocks for the next step, or for all there is of a request that loads; False where there are too few."""
         computed = request.num_computed_tokens or len(hit) * self.shape.block_tokens
-        if not self.pool.take(request, hit, request.known if remote else min(request.known, computed + self.CHUNK)):
+        if not self.pool.take(request, hit, request.known if remote else min(request.known, computed + self.shape.chunk)):
             return False
         request.num_computed_tokens = computed + remote
         blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
@@ -308,7 +372,7 @@ class Core:
         hit = self.pool.hit(request)
         remote, _ = self.half.get_num_new_matched_tokens(request, len(hit) * self.shape.block_tokens)
         if remote is None:
-            waited = self.world.now - request.arrived
+            waited = self.world.now - max(request.arrived, self._heard.get(request.request_id, 0.0))
             require(waited <= self.place.settings.claim_timeout, "I8", "{} still waits", request.request_id)
         elif load := self.loads.get(request.request_id):
             late = load.state is State.CLAIMING or load.lost
@@ -344,7 +408,7 @@ class Core:
             work.request.busy = False
             if not work.request.finished:
                 self._computed(work.request)
-        self._transfers(received, sent)
+        self._transfers(received, sent, step.metadata.step)
         if self.shape.policy == "fail":
             for name in sorted(self._failed & self._received):
                 self._failed.remove(name)
@@ -382,8 +446,8 @@ class Core:
                 complete.append(name)
         return complete
 
-    def _transfers(self, received: list[str], sent: list[str]) -> None:
-        self.half.update_connector_output(set(received))
+    def _transfers(self, received: list[str], sent: list[str], executed: int | None) -> None:
+        self.half.update_connector_output(set(received), None if executed is None else Executed(executed))
         for name in (*received, *sent):
             require(name in self.requests, "I3", "{} is reported to {}, which does not know it", name, self.host)
         for name in received:
@@ -393,7 +457,7 @@ class Core:
             else:
                 self._free(request)
         for name in sent:
-            for claim in self.place.ledger.freed(self.incarnation, name):
+            for claim in self.place.ledger.freed(self.incarnation, self.requests[name].name):
                 self.place.lose(claim)
             self.world.tell("{} frees the blocks of {}", self.host, name)
             self._free(self.requests[name])
@@ -406,6 +470,31 @@ def _config(shape: Shape) -> Any:
         is_kv_producer=shape.role != "kv_consumer", is_kv_consumer=shape.role != "kv_producer", engine_id="engine"
     )
     return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
+
+
+def _output(work: list[Work]) -> Any:
+    """As much of a step as the scheduler half looks at."""
+    new: list[Any] = []
+    cached: list[tuple[Any, ...]] = []
+    resumed: set[str] = set()
+    for one in work:
+        request, told = one.request, one.request.told
+        name, request.told = request.request_id, len(one.blocks)
+        if told is None:
+            new.append(SimpleNamespace(req_id=name, block_ids=(list(one.blocks),), num_computed_tokens=one.span.start))
+            continue
+        if told == 0:
+            resumed.add(name)
+        fresh = (one.blocks[told:],) if len(one.blocks) > told else None
+        cached.append((name, fresh, one.span.start))
+    names, blocks, computed = map(list, zip(*cached, strict=True)) if cached else ([], [], [])
+    return SimpleNamespace(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
+        ),
+        num_scheduled_tokens={one.request.request_id: one.span.size for one in work},
+    )
 
 
 def _subjects(message: Request) -> list[str]:

@@ -12,11 +12,25 @@ I8  Nothing is held longer than its lease, and nothing waits longer than its dea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.protocol.grants import Grant
-from kvferry.protocol.messages import Ack, Claim, Gone, Granted, Held, Hello, Release, Renew, Renewed, Reply, Request
+from kvferry.protocol.messages import (
+    Ack,
+    Claim,
+    Follow,
+    Gone,
+    Granted,
+    Held,
+    Hello,
+    Release,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Waiting,
+)
 
 from .world import ViolationError, World
 
@@ -42,7 +56,7 @@ class Promise:
     """What the ledger knows of one grant.
 
     Attributes:
-        until: when its lease ends.
+        until: when its lease ends; infinite while the prefill goes on.
         readers: for each claim, who has not been answered ``Held``.
     """
 
@@ -66,13 +80,28 @@ class Ledger:
         self._promises: dict[tuple[str, str], Promise] = {}
         self.held: set[tuple[str, str]] = set()
 
+    def opened(self, incarnation: str, request: str, nonce: str) -> None:
+        self._promises[incarnation, request] = Promise(nonce, [], math.inf)
+
+    def closed(self, incarnation: str, request: str) -> None:
+        """A prefill ended without being offered."""
+        if (incarnation, request) in self._promises:
+            self._promises[incarnation, request].ended = True
+
     def offered(self, incarnation: str, request: str, nonce: str, blocks: list[list[int]]) -> None:
-        self._promises[incarnation, request] = Promise(nonce, blocks, self._world.now + self._lease)
+        promise = self._promises.setdefault((incarnation, request), Promise(nonce, [], 0.0))
+        require(promise.nonce == nonce, "I5", "{} is offered under another nonce", request)
+        promise.blocks, promise.until = blocks, self._world.now + self._lease
+        promise.ended = bool(promise.readers) and not any(promise.readers.values())
 
     def state(self, incarnation: str, request: str) -> str:
         """Of a grant, as far as messages are concerned."""
         promise = self._live(incarnation, request)
-        return "none" if promise is None else "offered" if promise.consumer is None else "held"
+        if promise is None:
+            return "none"
+        if promise.until == math.inf:
+            return "open" if promise.consumer is None else "followed"
+        return "offered" if promise.consumer is None else "held"
 
     def _live(self, incarnation: str, request: str) -> Promise | None:
         promise = self._promises.get((incarnation, request))
@@ -101,6 +130,8 @@ class Ledger:
         match message:
             case Claim():
                 self._claimed(message, reply)
+            case Follow():
+                self._followed(message, reply)
             case Ack():
                 self._acknowledged(message, reply)
             case Renew():
@@ -118,21 +149,37 @@ class Ledger:
             and promise.consumer in (None, message.consumer)
             and promise.readers.get(message.claim) != set()
         )
-        require(due == isinstance(reply, Granted), "I5", "{} is answered {}", message, reply)
-        if due and isinstance(reply, Granted):
-            require(reply.blocks == promise.blocks, "I5", "{} is granted other blocks: {}", message, reply)
+        if isinstance(reply, Waiting):
+            # Nothing is held yet, or nothing is known.
+            require(promise is None or (due and promise.until == math.inf), "I5", "{} waits for {}", message, promise)
+            require(reply.known == (promise is not None), "I5", "{} is answered {}", message, reply)
+            return
+        other = isinstance(reply, Gone) and "another prompt" in reply.reason
+        require((due and not other) == isinstance(reply, Granted), "I5", "{} is answered {}", message, reply)
+        if promise is not None and isinstance(reply, Granted):
             promise.consumer = message.consumer
             promise.readers.setdefault(message.claim, set(message.readers))
+            self._prolong(promise)
+
+    def _followed(self, message: Follow, reply: Reply) -> None:
+        promise = self._live(message.incarnation, message.request)
+        due = promise is not None and message.reader in promise.readers.get(message.claim, ())
+        require(due == isinstance(reply, Granted), "I5", "{} is answered {}", message, reply)
+
+    def _prolong(self, promise: Promise) -> None:
+        if promise.until < math.inf:
             promise.until = self._world.now + self._lease
 
     def _acknowledged(self, message: Ack, reply: Reply) -> None:
         promise = self._live(message.incarnation, message.request)
         due = promise is not None and message.reader in promise.readers.get(message.claim, ())
-        require(due == isinstance(reply, Held), "I2", "{} is answered {}", message, reply)
-        if due:
-            self.held.add((message.claim, message.reader))
+        still_open = promise is not None and promise.until == math.inf
+        require((due and not still_open) == isinstance(reply, Held), "I2", "{} is answered {}", message, reply)
+        if promise is not None and due:
             promise.readers[message.claim].remove(message.reader)
-            promise.ended = not any(promise.readers.values())
+            if not still_open:
+                self.held.add((message.claim, message.reader))
+                promise.ended = not any(promise.readers.values())
 
     def _renewed(self, message: Renew, reply: Reply) -> None:
         require(isinstance(reply, Renewed), "I7", "{} is answered {}", message, reply)
@@ -140,29 +187,39 @@ class Ledger:
             promise = self._live(message.incarnation, request)
             due = promise is not None and bool(promise.readers.get(claim))
             require(due == (claim not in reply.gone), "I2", "{} is answered {}", message, reply)
-            if due:
-                promise.until = self._world.now + self._lease
+            if promise is not None and due:
+                self._prolong(promise)
 
     def _released(self, message: Release) -> None:
         promise = self._live(message.incarnation, message.request)
         if promise is None or promise.nonce != message.nonce:
             return
         promise.readers[message.claim] = set()
-        promise.ended = not any(promise.readers.values())
+        promise.ended = promise.until < math.inf and not any(promise.readers.values())
 
 
-def picture(grants: dict[str, Grant]) -> dict[str, tuple[object, ...]]:
+def picture(core: Core) -> dict[str, tuple[object, ...]]:
     """What can change of each grant, to compare later."""
     return {
         name: (grant.consumer, grant.deadline, {claim: frozenset(left) for claim, left in grant.waiting.items()})
-        for name, grant in grants.items()
+        for name, grant in (core.grants | core.open_grants).items()
     }
+
+
+def readable(core: Core, name: str, granted: Granted) -> None:
+    """A producer says what may be read: on every worker that is the prompt's own KV, at this moment."""
+    grant = core.grants.get(name) or core.open_grants[name]
+    request = core.requests[grant.request]
+    require(granted.ready <= granted.tokens == request.num_prompt_tokens, "I1", "{} is granted as {}", name, granted)
+    for worker in core.workers if granted.ready else ():
+        right = worker.cache.holds(granted.blocks[0], request.tokens, granted.ready)
+        require(right, CONTENT, "{} is said to be readable on {}: {}", name, worker.name, granted)
 
 
 def watch(core: Core) -> None:
     """What holds for an engine core at any moment."""
     for name, grant in core.grants.items():
-        request, blocks = core.requests.get(name), grant.blocks[0]
+        request, blocks = core.requests.get(grant.request), grant.blocks[0]
         if request is None or request.blocks[: len(blocks)] != blocks:
             raise ViolationError(f"I2: the blocks of {name} are free, and it is held")
         if core.place.ledger.overdue(core.incarnation, name):

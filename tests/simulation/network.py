@@ -119,7 +119,7 @@ class Listener:
         network: Network,
         party: Party,
         address: Address,
-        answer: Callable[[Request], bytes],
+        answer: Callable[[Request, Callable[[bytes], None]], bytes | None],
         tick: Callable[[], float | None],
     ) -> None:
         self.party, self.port = party, address[1]
@@ -133,7 +133,9 @@ class Listener:
         except MessageError:
             self._world.cover("listener", "gibberish")
         else:
-            respond(self._answer(message))
+            reply = self._answer(message, respond)
+            if reply is not None:
+                respond(reply)
         self._thread.turn()
 
     def close(self) -> None:

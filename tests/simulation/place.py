@@ -51,6 +51,7 @@ class Shape:
         depth: steps that may be under way at once, as with pipeline parallelism.
         policy: what becomes of a request whose load failed.
         pause: seconds that a step takes at most.
+        chunk: tokens of a request that a step computes at most.
     """
 
     role: Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -61,3 +62,4 @@ class Shape:
     depth: int
     policy: Literal["recompute", "fail"]
     pause: float
+    chunk: int

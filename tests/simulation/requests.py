@@ -23,6 +23,8 @@ class SimulatedRequest:
         on_end: told how it ended, with the parameters for whoever decodes.
         order: its load, once it was given.
         busy: in a step that is under way.
+        told: how many of its blocks a step has named; None before its first step, 0 after a preemption.
+        transfer: its name in messages, in a transfer that streams.
     """
 
     request_id: str
@@ -38,11 +40,17 @@ class SimulatedRequest:
     order: Order | None = None
     ended: str | None = None
     busy: bool = False
+    told: int | None = None
+    transfer: str | None = None
     lora_request: None = None
 
     def __post_init__(self) -> None:
         self.known = self.num_prompt_tokens
         self.prompt_token_ids = list(self.tokens[: self.num_prompt_tokens])
+
+    @property
+    def name(self) -> str:
+        return self.transfer or self.request_id
 
     @property
     def finished(self) -> bool:

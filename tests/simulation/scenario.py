@@ -13,7 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvferry.protocol import grants, loads
-from kvferry.protocol.messages import Ack, Address, Claim, Release, Renew, encode
+from kvferry.protocol.authentication import Seal
+from kvferry.protocol.messages import WAIT_S, Ack, Address, Claim, Follow, Offer, Release, Renew, Transfer, encode
 from kvferry.vllm import scheduler
 from kvferry.vllm.settings import Settings
 
@@ -35,7 +36,7 @@ BUSY_S = 8.0
 
 _LIMITS = (
     *(SETTINGS.kv_lease_duration, SETTINGS.claim_timeout, SETTINGS.hold_timeout),
-    *(SETTINGS.handshake_timeout, SETTINGS.read_timeout, SETTINGS.ack_timeout),
+    *(SETTINGS.handshake_timeout, SETTINGS.read_timeout, SETTINGS.ack_timeout, WAIT_S),
 )
 PEACE_S = 3 * sum(_LIMITS)
 """How long everything may take to come to rest after that: all limits, and again for whoever waits behind others."""
@@ -61,6 +62,7 @@ ROLES = (
 
 MANNERS = {
     "plain": 8,
+    "streams": 12,
     "twins": 2,
     "rivals": 2,
     "replay": 3,
@@ -125,7 +127,7 @@ class Scenario:
         chance = self.world.random
         for _ in range(chance.randint(4, 12)):
             self.world.at(self.world.soon(BUSY_S), self._client)
-        for trouble, most in ((self._cut, 2), (self._kill, 2), (self._abort, 4), (self._preempt, 3), (self._attack, 4)):
+        for trouble, most in ((self._cut, 2), (self._kill, 2), (self._abort, 4), (self._preempt, 8), (self._attack, 4)):
             for _ in range(chance.randint(0, most)):
                 self.world.at(self.world.soon(BUSY_S), trouble)
         self.world.run(BUSY_S)
@@ -146,6 +148,9 @@ class Scenario:
         chance = self.world.random
         (manner,) = chance.choices(list(MANNERS), list(MANNERS.values()))
         prompt = chance.choice(PROMPTS)
+        if manner == "streams":
+            self._both_legs(prompt)
+            return
         if manner == "local":
             self._submit(chance.choice(self.hosts), prompt, None, chance.randint(1, 6))
             return
@@ -155,6 +160,23 @@ class Scenario:
             self.world.at(self.world.soon(wait), lambda: self._decode(manner, prompt, params))
 
         self._submit(chance.choice(self.producers), prompt, dict(PREFILL), 1, prefilled)
+
+    def _both_legs(self, prompt: Tokens) -> None:
+        """Send both legs of a transfer that streams, in any order, sometimes with another prompt or twice."""
+        chance = self.world.random
+        producer = chance.choice(self.producers)
+        transfer = Transfer(_draw(chance), _draw(chance))
+        names = (transfer.name, producer.core.incarnation, transfer.nonce, None, None)
+        offer = Offer(*producer.address, "engine", *names).to_params(Seal())
+        decoded = chance.choice((prompt, prompt, prompt, prompt, (*prompt, 17), chance.choice(PROMPTS)))
+        where = chance.choice(self.consumers)
+        legs = [
+            partial(self._submit, producer, prompt, transfer.to_params(), 1),
+            *[partial(self._submit, where, decoded, offer, chance.randint(1, 6))] * chance.choice((1, 1, 1, 2)),
+        ]
+        for leg in legs:
+            if chance.random() < 0.95:
+                self.world.at(self.world.soon(chance.choice((0.0, 0.1, 3.0))), leg)
 
     def _decode(self, manner: str, prompt: Tokens, params: dict[str, Any] | None) -> None:
         chance = self.world.random
@@ -214,7 +236,9 @@ class Scenario:
             core.abort(request)
 
     def _preempt(self) -> None:
-        self.world.random.choice(self.hosts).core.preempt_next = True
+        """Of some host, or of one where a prefill is followed."""
+        hosts = [host for host in self.producers if host.core.alive and host.core.open_grants] or self.hosts
+        self.world.random.choice(hosts).core.preempt_next = True
 
     def _some_request(self) -> tuple[Core, SimulatedRequest | None]:
         core = self.world.random.choice(self.hosts).core
@@ -225,11 +249,12 @@ class Scenario:
         """Somebody who knows request ids and incarnations, but neither a nonce nor a claim, or speaks gibberish."""
         chance = self.world.random
         host = chance.choice(self.producers)
-        names = [*host.core.grants, "r0"]
+        names = [*host.core.grants, *host.core.open_grants, "r0"]
         incarnation, request, guess = host.core.incarnation, chance.choice(names), _draw(chance)
         body = chance.choice(
             [
-                encode(Claim(incarnation, request, guess, guess, guess, ["pp0tp0"])),
+                encode(Claim(incarnation, request, guess, guess, guess, ["pp0tp0"], 7, guess, chance.random() < 0.5)),
+                encode(Follow(incarnation, request, guess, "pp0tp0", 0, 0)),
                 encode(Ack(incarnation, request, guess, "pp0tp0")),
                 encode(Renew(incarnation, [(request, guess)])),
                 encode(Release(incarnation, request, guess, guess)),
@@ -274,6 +299,7 @@ def _shape(chance: Random, role: Any) -> Shape:
         depth=chance.choice((1, pp)),
         policy=chance.choice(("recompute", "fail")),
         pause=chance.choice((0.1, 0.3)),
+        chunk=chance.choice((2, 5)),
     )
 
 

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from kvferry.protocol.grants import GONE, Grants
-from kvferry.protocol.messages import Granted, Held
+from kvferry.protocol.messages import Granted, Held, Released
 from kvferry.transport.reader import Reader
+from kvferry.vllm.progress import Progress
 
 from . import engine, invariants, worker
 from .seeds import attempt
@@ -20,13 +21,13 @@ def claims_are_not_checked() -> AbstractContextManager:
     """Whoever claims a grant gets it, also after somebody else."""
 
     def claim(self, message):
-        grant = self._grants.get(message.request)
-        if grant is None or grant.nonce != message.nonce:
+        grant = self._find(message.request)
+        if grant is None or grant.nonce != message.nonce or grant.blocks is None:
             return GONE
         grant.consumer = message.consumer
         grant.waiting.setdefault(message.claim, set(message.readers))
-        grant.deadline = self._clock() + self.lease
-        return Granted(grant.blocks, grant.tokens, self.lease)
+        self._prolong(grant)
+        return self._granted(grant, grant.blocks)
 
     return patch.object(Grants, "_claim", claim)
 
@@ -36,7 +37,7 @@ def nonces_are_not_checked() -> AbstractContextManager:
     original = Grants._claim
 
     def claim(self, message):
-        grant = self._grants.get(message.request)
+        grant = self._find(message.request)
         return original(self, msgspec.structs.replace(message, nonce=grant.nonce) if grant else message)
 
     return patch.object(Grants, "_claim", claim)
@@ -72,12 +73,46 @@ def reads_are_not_awaited() -> AbstractContextManager:
 
     def poll(self):
         for active in list(self._reading):
-            ended = [self._agent.poll(read) or read.error for read in active.reads.values()]
-            if any(ended) or not ended:
+            ended = [self._agent.poll(posted.read) or posted.read.error for posted in active.under_way]
+            if any(ended):
                 self._reading.remove(active)
-                self._acknowledge(active)
+                active.ended, active.under_way = active.under_way, []
+                self._advance(active)
 
     return patch.object(Reader, "_poll", poll)
+
+
+def lives_are_not_told_apart() -> AbstractContextManager:
+    """What was read before a preemption counts."""
+    original = Reader._followed
+
+    def followed(self, active, reply):
+        active.life = reply.life if isinstance(reply, Granted) else active.life
+        original(self, active, reply)
+
+    return patch.object(Reader, "_followed", followed)
+
+
+def what_is_scheduled_counts_as_computed() -> AbstractContextManager:
+    """Tokens may be read before their step has been executed."""
+    original = Progress.scheduled
+
+    def scheduled(self, output):
+        step, news = original(self, output)
+        return step, [*news, *self._steps.get(step, ())]
+
+    return patch.object(Progress, "scheduled", scheduled)
+
+
+def an_open_grant_is_vouched_for() -> AbstractContextManager:
+    """Whoever acknowledges before the prefill has ended is believed."""
+    original = Grants._ack
+
+    def acknowledge(self, message):
+        reply = original(self, message)
+        return Held() if isinstance(reply, Released) else reply
+
+    return patch.object(Grants, "_ack", acknowledge)
 
 
 MUTATIONS = (
@@ -87,6 +122,9 @@ MUTATIONS = (
     acknowledgements_are_counted,
     what_has_ended_is_named_again,
     reads_are_not_awaited,
+    lives_are_not_told_apart,
+    what_is_scheduled_counts_as_computed,
+    an_open_grant_is_vouched_for,
 )
 
 

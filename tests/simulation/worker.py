@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.geometry import EngineLayout, Span
 from kvferry.protocol.loads import Order
-from kvferry.protocol.messages import Hello, Reply, Request
+from kvferry.protocol.messages import WAIT_S, Follow, Hello, Reply, Request
 from kvferry.transport.reader import Deadlines, Outcome, Reader
 from kvferry.vllm.metadata import Handshake, StepMetadata
 
@@ -70,7 +70,7 @@ class Worker:
             clock=place.clock(),
         )
         # For an earlier read of that producer, for its description, and for its word, each a little late.
-        self._patience = 2 * settings.handshake_timeout + settings.ack_timeout + 3 * self.LOOK_S
+        self._patience = 2 * settings.handshake_timeout + settings.ack_timeout + WAIT_S + 3 * self.LOOK_S
         self.reader.open()
         self.handshake = Handshake(self.cache.published(self.agent.metadata()))
         self.name = self.handshake.worker.name
@@ -108,6 +108,9 @@ class Worker:
             return "none"
         if any(active.order.request == request for active in self.reader._reading):
             return "reading"
+        messages = [message for message, _ in self.client.pending.values()]
+        if any(isinstance(message, Follow) and message.claim == self.orders[request].claim for message in messages):
+            return "following"
         waiting = (order for peer in self.reader._peers.values() for order, _ in peer.waiting)
         return "meeting" if any(order.request == request for order in waiting) else "acknowledging"
 
@@ -158,7 +161,12 @@ class Worker:
         self._poke()
 
     def _answered(self, message: Request, reply: Reply | None) -> None:
-        self.world.cover("reader:meeting" if isinstance(message, Hello) else "reader:acknowledging", kind_of(reply))
+        kinds = {Hello: "meeting", Follow: "following"}
+        self.world.cover(f"reader:{kinds.get(type(message), 'acknowledging')}", kind_of(reply))
+        if isinstance(message, Follow):
+            for name, order in self.orders.items():
+                if order.claim == message.claim:
+                    self._since[name] = self.world.now
         self._poke()
 
     def _ended(self, outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -55,6 +56,11 @@ def _make_memory(fill):
     return memory
 
 
+def _claim(incarnation, grant, readers=(READER,), **change):
+    named = (incarnation, grant.name, grant.nonce, draw(), draw(), list(readers), grant.tokens, grant.token_hash)
+    return msgspec.structs.replace(Claim(*named), **change)
+
+
 class Producer:
     """One engine core with one worker, without vLLM: an agent, grants and a listener."""
 
@@ -71,35 +77,39 @@ class Producer:
         self._listener = Listener("127.0.0.1", port, self._answer, lambda: None)
         self.address = ("127.0.0.1", self._listener.port)
 
-    def _answer(self, message):
+    def _answer(self, message, respond):
         if isinstance(message, self.muted):
             raise RuntimeError("this producer does not answer that")
         if isinstance(message, Hello):
             self.hellos += 1
             return self._welcome
         with self._lock:
-            return encode(self.grants.answer(message))
+            reply = self.grants.answer(message, lambda reply: respond(encode(reply)))
+        return None if reply is None else encode(reply)
 
     def grant(self, blocks=(3, 4, 5), readers=(READER,)):
         with self._lock:
-            grant = self.grants.offer(draw(), [list(blocks)], BLOCK_TOKENS * len(blocks))
-            claim = Claim(self.grants.incarnation, grant.request, grant.nonce, draw(), draw(), list(readers))
-            assert isinstance(self.grants.answer(claim), Granted)
-        return grant, claim
+            grant = self.grants.offer(draw(), [list(blocks)], BLOCK_TOKENS * len(blocks), draw())
+            claim = _claim(self.grants.incarnation, grant, readers)
+            granted = self.grants.answer(claim)
+            assert isinstance(granted, Granted)
+        return granted, claim
 
     def order(self, name="d-1", blocks=(3, 4, 5), local=(7, 8, 9), first=0, **change):
         grant, claim = self.grant(blocks)
         fields = {
             "request": name,
-            "remote_request": grant.request,
+            "remote_request": claim.request,
             "address": self.address,
             "incarnation": self.grants.incarnation,
             "claim": claim.claim,
-            "remote_blocks": grant.blocks,
+            "grant": grant,
             "local_blocks": [list(local)],
             "first_token": first,
             "last_token": BLOCK_TOKENS * len(blocks),
         }
+        if "blocks_told" in change:
+            fields["grant"] = msgspec.structs.replace(grant, blocks=change.pop("blocks_told"))
         return Order(**{**fields, **change})
 
     def take_ended(self):
@@ -216,12 +226,12 @@ def test_a_pair_that_cannot_work_fails_with_every_reason_and_frees_the_blocks(pa
 @pytest.mark.parametrize(
     "change",
     [
-        {"remote_blocks": [[3]]},
-        {"remote_blocks": [[3, 4, BLOCKS]]},
-        {"remote_blocks": [[3, 4, -1]]},
-        {"remote_blocks": []},
-        {"remote_blocks": [[3, 0, 5]]},
-        {"remote_blocks": [[3, 2**70, 5]]},
+        {"blocks_told": [[3]]},
+        {"blocks_told": [[3, 4, BLOCKS]]},
+        {"blocks_told": [[3, 4, -1]]},
+        {"blocks_told": []},
+        {"blocks_told": [[3, 0, 5]]},
+        {"blocks_told": [[3, 2**70, 5]]},
         {"local_blocks": [[7]]},
         {"first_token": 5},
     ],
