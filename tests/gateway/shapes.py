@@ -21,7 +21,7 @@ class Shape:
     prefix = ""
     created = 1_700_000_000
 
-    def __init__(self, engine: StandIn, headers: dict[str, str], body: dict) -> None:
+    def __init__(self, engine: StandIn, headers: dict[str, str], body: dict, remote: bool) -> None:
         self.engine, self.body = engine, body
         self.id = f"{self.prefix}{headers.get('x-request-id', 'none')}"
         self.n = int(body.get("n") or 1)
@@ -30,7 +30,7 @@ class Shape:
         self.limit = limit or engine.max_tokens_default
         if not isinstance(self.limit, int) or not 0 < self.limit <= 1000 or not 0 < self.n <= 100:
             raise ValueError
-        self.remote = engine.fetch(body)
+        self.remote = remote
 
     def _prompts(self) -> list[str]:
         return [json.dumps(self.body.get("messages") or self.body.get("input"))]
@@ -61,7 +61,7 @@ class Shape:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.body.get("model")}
 
     def whole(self, hold: bool) -> dict[str, Any]:
-        parameters = self.engine.hold(self.prompts[0], self.body) if hold else None
+        parameters = self.engine.hold(self.body) if hold else None
         answer = {**self.envelope(self.kind), "choices": [self.choice(*one) for one in self.choices()]}
         return {**answer, "usage": self.usage(), "kv_transfer_params": parameters, "temperature_seen": self._echoed()}
 
@@ -158,7 +158,7 @@ class Responses(Shape):
         }
 
     def whole(self, hold: bool) -> dict[str, Any]:
-        return self.response("completed", self.engine.hold(self.prompts[0], self.body) if hold else None)
+        return self.response("completed", self.engine.hold(self.body) if hold else None)
 
     def events(self) -> Iterator[bytes]:
         def event(kind: str, **fields: Any) -> bytes:

@@ -18,14 +18,17 @@ from typing import Any
 
 from kvferry.protocol.authentication import Seal
 from kvferry.protocol.grants import Grants
-from kvferry.protocol.identity import draw
-from kvferry.protocol.messages import Ack, Claim, Granted, Offer
+from kvferry.protocol.identity import draw, token_identity
+from kvferry.protocol.messages import PARAMS_KEY, Ack, Claim, Granted, Offer, Release, Transfer, Waiting, encode
 from kvferry.sidechannel.server import Listener
 
 from .shapes import SHAPES, Shape
 
 SECRET = b"a secret of the tests"
 SEAL = Seal(SECRET)
+PATIENCE_S = 0.5
+"""How long decode waits for a prefill that never comes."""
+
 LONG = " and to say much" * 100_000
 """More than comes in one piece."""
 
@@ -142,8 +145,6 @@ class StandIn:
         await self.open()
 
     def _answer(self, message: Any, respond: Callable[[bytes], object]) -> bytes | None:
-        from kvferry.protocol.messages import encode
-
         reply = self.grants.answer(message, lambda reply: respond(encode(reply)))
         return None if reply is None else encode(reply)
 
@@ -200,10 +201,22 @@ class StandIn:
     def metrics(self) -> str:
         lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}",model_name="m"}} {self.usage}' for rank in range(self.dp)]
         lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0')
+        if self._listener is not None:
+            at = f"{self.incarnation}@127.0.0.1:{self._listener.port}"
+            lines += [f'kvferry:side_channel_info{{engine="{rank}",at="{at}"}} 1.0' for rank in range(self.dp)]
         lines.append(f"process_start_time_seconds {zlib.crc32(self.incarnation.encode())}.0")
         return "\n".join(lines) + "\n" + self.extra_metrics
 
     async def _generate(self, path: str, headers: dict[str, str], body: dict, writer: asyncio.StreamWriter) -> bool:
+        self._open(body)
+        try:
+            return await self._answer_request(path, headers, body, writer)
+        finally:
+            self._close(body)
+
+    async def _answer_request(
+        self, path: str, headers: dict[str, str], body: dict, writer: asyncio.StreamWriter
+    ) -> bool:
         fault = self.faults.popleft() if self.faults else None
         if fault and fault.split()[-1].isdigit():
             status = int(fault.split()[-1])
@@ -225,7 +238,7 @@ class StandIn:
         if fault == "junk":
             return await _send(writer, 200, b'{"choices": [')
         try:
-            shape = SHAPES[path](self, headers, body)
+            shape = SHAPES[path](self, headers, body, await self._fetch(body))
         except (KeyError, TypeError, ValueError):
             return await _send(writer, 400, error(400, "not a request"))
         if not body.get("stream"):
@@ -258,31 +271,62 @@ class StandIn:
         await writer.drain()
         return True
 
-    def hold(self, prompt: str, body: dict) -> dict | None:
+    def _open(self, body: dict) -> None:
+        """A request arrived: where it says so, its prompt can be claimed from now on."""
+        parameters = body.get("kv_transfer_params") or {}
+        wanted = self.role == "prefill" and parameters.get("do_remote_decode") is True
+        transfer = Transfer.from_params(parameters) if wanted else None
+        if transfer is not None:
+            self.grants.open(transfer.name, transfer, *_identity(body))
+
+    def _close(self, body: dict) -> None:
+        transfer = (body.get("kv_transfer_params") or {}).get(PARAMS_KEY)
+        if self.role == "prefill" and transfer:
+            self.grants.close(transfer["name"])
+
+    def hold(self, body: dict) -> dict | None:
         """Parameters of a new grant, where the request asks for one."""
-        wanted = self.role == "prefill" and (body.get("kv_transfer_params") or {}).get("do_remote_decode") is True
-        if not wanted or self._listener is None:
+        parameters = body.get("kv_transfer_params") or {}
+        if self._listener is None or parameters.get("do_remote_decode") is not True:
             return None
-        grant = self.grants.offer(draw(), [[1]], len(prompt) + 1, draw())
+        transfer = Transfer.from_params(parameters)
+        grant = self.grants.offer(transfer.name if transfer else draw(), [[1]], *_identity(body))
         names = (grant.name, self.incarnation, grant.nonce)
         offer = Offer("127.0.0.1", self._listener.port, "e", *names, grant.tokens, grant.token_hash)
         return offer.to_params(SEAL)
 
-    def fetch(self, body: dict) -> bool:
-        """Whether what the parameters name was read."""
+    async def _fetch(self, body: dict) -> bool:
+        """Whether what the parameters name was read; of a prefill that goes on, when it has ended."""
         parameters = body.get("kv_transfer_params") or {}
         if self.role != "decode" or not parameters.get("do_remote_prefill"):
             return False
         offer = Offer.from_params(parameters, SEAL)
         grants = self.ledger[offer.address].grants
-        claim = draw()
+        claim, identity = draw(), _identity(body)
         names = (offer.incarnation, offer.request, offer.nonce, claim, self.incarnation)
-        held = grants.answer(Claim(*names, ["w"], offer.tokens, offer.token_hash))
-        if not isinstance(held, Granted):
-            return False
-        grants.answer(Ack(offer.incarnation, offer.request, claim, "w"))
-        self.fetched += 1
-        return True
+        giving_up = Release(offer.incarnation, offer.request, offer.nonce, claim)
+        try:
+            claiming = Claim(*names, ["w"], *identity, ahead=offer.tokens is None)
+            until = asyncio.get_running_loop().time() + PATIENCE_S
+            while isinstance(held := self.ledger[offer.address].grants.answer(claiming), Waiting):
+                if not held.known and asyncio.get_running_loop().time() > until:
+                    self.ledger[offer.address].grants.answer(giving_up)
+                    return False
+                await asyncio.sleep(0.002)
+            if not isinstance(held, Granted):
+                return False
+            grants.answer(Ack(offer.incarnation, offer.request, claim, "w"))
+            self.fetched += 1
+            return True
+        except asyncio.CancelledError:
+            self.ledger[offer.address].grants.answer(giving_up)
+            raise
+
+
+def _identity(body: dict) -> tuple[int, str]:
+    """Number and hash of the tokens of a prompt."""
+    prompt = [body.get(key) for key in ("prompt", "messages", "input")]
+    return len(json.dumps(prompt)), token_identity(list(json.dumps(prompt).encode()))
 
 
 async def _send(

@@ -74,14 +74,15 @@ def _must_succeed(prefill: str | None, decode: str | None, spare: bool) -> bool:
     return decode is NO_FAULT or (spare and decode not in ("half", "junk", "close after head"))
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["prefill first", "both at once"])
 @pytest.mark.parametrize("stream", STREAMS, ids=["whole", "stream"])
 @pytest.mark.parametrize("path", BODIES)
-def test_every_fault_at_every_leg_is_survived_or_told(path, stream):
+def test_every_fault_at_every_leg_is_survived_or_told(path, stream, streaming):
     """With and without a second decode instance; for completions, all pairs of faults of the two legs."""
     body = {**BODIES[path], "stream": stream}
 
     async def scenario():
-        async with StandIn() as plain, stage(decode=2, probe_interval=0.01) as s:
+        async with StandIn() as plain, stage(decode=2, probe_interval=0.01, streaming=streaming) as s:
             good = await s.post(path, body, url=plain.url)
             for prefill, decode in PAIRS if path == "/v1/completions" else SINGLE:
                 for spare in (False, True) if NO_FAULT in (prefill, decode) else (True,):
@@ -112,8 +113,9 @@ async def _apply_to_decodes(s: Stage, fault: str | None, spare: bool) -> None:
     first.faults = second.faults = shared
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["prefill first", "both at once"])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_faults_lose_no_request_and_leave_no_grant(seed):
+def test_random_faults_lose_no_request_and_leave_no_grant(seed, streaming):
     """Two and two engines, sixteen clients at once, engines that fail, die and come back at random."""
     draw = random.Random(seed)
 
@@ -142,7 +144,13 @@ def test_random_faults_lose_no_request_and_leave_no_grant(seed):
     async def scenario():
         # Long enough that a busy machine is not taken for an engine that hangs: an answer that was on its way when its
         # leg was given up is known to nobody, and only the lease ends its grant.
-        limits = {"prefill_timeout": 1.5, "deadline": 4.0, "probe_interval": 0.02, "breaker_failures": 5}
+        limits = {
+            "prefill_timeout": 1.5,
+            "deadline": 4.0,
+            "probe_interval": 0.02,
+            "breaker_failures": 5,
+            "streaming": streaming,
+        }
         async with StandIn() as plain, stage(prefill=2, decode=2, breaker_pause=0.05, **limits) as s:
             jobs = [_random_job(draw) for _ in range(150)]
             done = asyncio.Event()

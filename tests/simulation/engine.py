@@ -356,7 +356,9 @@ class Core:
     def _allocate(self, request: SimulatedRequest, hit: list[int], remote: int) -> bool:
         """Blocks for the next step, or for all there is of a request that loads; False where there are too few."""
         computed = request.num_computed_tokens or len(hit) * self.shape.block_tokens
-        if not self.pool.take(request, hit, request.known if remote else min(request.known, computed + self.shape.chunk)):
+        if not self.pool.take(
+            request, hit, request.known if remote else min(request.known, computed + self.shape.chunk)
+        ):
             return False
         request.num_computed_tokens = computed + remote
         blocks = SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))

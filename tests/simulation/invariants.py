@@ -79,9 +79,13 @@ class Ledger:
         self._world, self._lease = world, lease
         self._promises: dict[tuple[str, str], Promise] = {}
         self.held: set[tuple[str, str]] = set()
+        self._given_up: dict[tuple[str, str, str], set[str]] = {}
 
     def opened(self, incarnation: str, request: str, nonce: str) -> None:
-        self._promises[incarnation, request] = Promise(nonce, [], math.inf)
+        given_up = self._given_up.pop((incarnation, request, nonce), ())
+        self._promises[incarnation, request] = Promise(
+            nonce, [], math.inf, readers={claim: set() for claim in given_up}
+        )
 
     def closed(self, incarnation: str, request: str) -> None:
         """A prefill ended without being offered."""
@@ -192,7 +196,11 @@ class Ledger:
 
     def _released(self, message: Release) -> None:
         promise = self._live(message.incarnation, message.request)
-        if promise is None or promise.nonce != message.nonce:
+        if promise is None:
+            key = message.incarnation, message.request, message.nonce
+            self._given_up.setdefault(key, set()).add(message.claim)
+            return
+        if promise.nonce != message.nonce:
             return
         promise.readers[message.claim] = set()
         promise.ended = promise.until < math.inf and not any(promise.readers.values())

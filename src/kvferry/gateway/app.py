@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from kvferry.gateway import admin, bodies
 from kvferry.gateway.answers import Merge, part_id
 from kvferry.gateway.bodies import ENDPOINTS, Body, Endpoint
-from kvferry.gateway.dispatch import BROKEN, Dispatcher, Job, Opened, PrefillFirst, Strategy, failure
+from kvferry.gateway.dispatch import BROKEN, BothAtOnce, Dispatcher, Job, Opened, PrefillFirst, Strategy, failure
 from kvferry.gateway.errors import ApiError, error_event
 from kvferry.gateway.exchange import CLIENT_GONE, FOR_ENGINES, Exchange
 from kvferry.gateway.health import Fleet
@@ -76,7 +76,7 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def _running(settings: Settings, strategy: Strategy, app: Starlette) -> AsyncIterator[None]:
+async def _running(settings: Settings, strategy: Strategy | None, app: Starlette) -> AsyncIterator[None]:
     """The gateway knows its instances before it takes a request.
 
     Raises:
@@ -84,7 +84,9 @@ async def _running(settings: Settings, strategy: Strategy, app: Starlette) -> As
     """
     fleet = Fleet(settings, asyncio.get_running_loop().time)
     metrics = Metrics(fleet)
-    releaser = Releaser(read_seal(settings), lambda outcome: metrics.releases(outcome).inc())
+    seal = read_seal(settings)
+    strategy = strategy or (BothAtOnce(seal) if settings.streaming else PrefillFirst())
+    releaser = Releaser(seal, lambda outcome: metrics.releases(outcome).inc())
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
@@ -263,7 +265,7 @@ def _routes() -> list[BaseRoute]:
 def create_app(settings: Settings, strategy: Strategy | None = None) -> Starlette:
     """The gateway as an ASGI application; ``GatewayError`` from its start for files that cannot be used."""
     handlers: Any = {ApiError: _on_error, HTTPException: _on_error, Exception: _on_error}
-    lifespan = functools.partial(_running, settings, strategy or PrefillFirst())
+    lifespan = functools.partial(_running, settings, strategy)
     app = Starlette(routes=_routes(), lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app

@@ -96,11 +96,11 @@ def parse(raw: bytes) -> Body:
     return body
 
 
-def prefill_body(endpoint: Endpoint, body: Body) -> bytes:
+def prefill_body(endpoint: Endpoint, body: Body, parameters: Raw = PREFILL_PARAMETERS) -> bytes:
     """The same prompt for one token, to be held for whoever decodes."""
     leg = {key: value for key, value in body.items() if key not in endpoint.not_for_prefill}
     ones = (*endpoint.one_token, "n") if "n" in leg else endpoint.one_token
-    leg.update(dict.fromkeys(ones, _ONE), stream=_FALSE, kv_transfer_params=PREFILL_PARAMETERS)
+    leg.update(dict.fromkeys(ones, _ONE), stream=_FALSE, kv_transfer_params=parameters)
     if endpoint is RESPONSES:
         leg["store"] = _FALSE
     return encode(leg)

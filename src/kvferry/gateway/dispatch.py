@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ from kvferry.gateway.errors import ApiError
 from kvferry.gateway.health import Fleet, Rank
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.settings import Role, Settings
+from kvferry.protocol.authentication import Seal
+from kvferry.protocol.identity import draw
+from kvferry.protocol.messages import Offer, Transfer
 
 RANK_HEADER = "X-data-parallel-rank"
 RETRY_BURST = 10.0
@@ -87,7 +91,7 @@ class Grant:
 
     rank: Rank
     parameters: Raw
-    cached: Raw
+    cached: Raw | None
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,7 @@ class Opened:
 class Strategy(Protocol):
     """In which order the legs of a job are sent.
 
-    A transfer that streams (decode reads what prefill has ready while the rest is computed) is another strategy: choose
-    the pair, draw a transfer id, put it into both bodies, send both at once, and cancel the other leg when one fails.
-    Retries, deadlines, accounting and the client's side do not change with it.
+    Retries, deadlines, accounting and the client's side are the same for all.
     """
 
     async def open(self, legs: Dispatcher, job: Job) -> Opened:
@@ -129,6 +131,51 @@ class PrefillFirst:
     async def open(self, legs: Dispatcher, job: Job) -> Opened:
         grant = await legs.prefill(job)
         return await legs.decode(job, grant)
+
+
+@dataclass(frozen=True)
+class BothAtOnce:
+    """Decode is asked together with prefill, and loads what prefill has ready while the rest is computed.
+
+    The gateway makes the offer itself: it draws the transfer's name and knows where the prefill rank answers claims.
+    What goes wrong with prefill, and every second try, is done one leg after the other.
+    """
+
+    seal: Seal
+
+    async def open(self, legs: Dispatcher, job: Job) -> Opened:
+        rank = None if job.retries else legs.streaming_rank(job)
+        if rank is None or rank.side_channel is None:
+            return await PrefillFirst().open(legs, job)
+        host, port, incarnation = rank.side_channel
+        transfer = Transfer(draw(), draw())
+        offer = Offer(host, port, "", transfer.name, incarnation, transfer.nonce, None, None)
+        grant = Grant(rank, Raw(bodies.encode(offer.to_params(self.seal))), None)
+        tasks: tuple[asyncio.Task[Grant | None], asyncio.Task[Opened]] = (
+            asyncio.create_task(legs.prefill_on(job, [rank], Raw(bodies.encode(transfer.to_params())))),
+            asyncio.create_task(legs.decode(job, grant)),
+        )
+        astray = False
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            held, opened = await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(held, Grant) and incarnation.encode() not in bytes(held.parameters):
+                # Prefill was started anew in between, and decode looked for it in vain.
+                astray = True
+                legs.release(held.parameters)
+        if isinstance(opened, Opened):
+            if astray or not isinstance(held, Grant):
+                legs.alone(job, "restarted" if astray else "no_parameters")
+            return dataclasses.replace(opened, cached=held.cached if isinstance(held, Grant) else None)
+        if not isinstance(opened, asyncio.CancelledError):
+            raise opened
+        if isinstance(held, ApiError) and held.retry:
+            return await PrefillFirst().open(legs, job)
+        assert isinstance(held, BaseException), "one of the two has failed"
+        raise held
 
 
 class RetryBudget:
@@ -206,11 +253,7 @@ class Dispatcher:
         """A rank for a leg: one that has not failed this job, else one that has. Whatever goes wrong with it inside is
         an ``ApiError``, and counts against the rank unless the instance only refused the request.
         """
-        if not usable:
-            raise ApiError(503, f"no {role} instance is available", True, headers={"retry-after": "1"})
-        candidates = [rank for rank in usable if rank not in job.tried] or usable
-        key = bodies.affinity_key(job.endpoint, job.body)
-        rank = self._balancers[role].choose(candidates, key, candidates[0].cost(tokens))
+        rank = self._choose(role, job, usable, tokens)
         job.tried.add(rank)
         setattr(job, role, rank.name)
         url = rank.instance.spec.url
@@ -230,6 +273,20 @@ class Dispatcher:
         rank.breaker.reset()
         rank.instance.answered()
         job.tried.discard(rank)
+
+    def _choose(self, role: Role, job: Job, usable: Sequence[Rank], tokens: int) -> Rank:
+        if not usable:
+            raise ApiError(503, f"no {role} instance is available", True, headers={"retry-after": "1"})
+        candidates = [rank for rank in usable if rank not in job.tried] or usable
+        key = bodies.affinity_key(job.endpoint, job.body)
+        return self._balancers[role].choose(candidates, key, candidates[0].cost(tokens))
+
+    def streaming_rank(self, job: Job) -> Rank | None:
+        """A prefill rank for both legs at once, None where there is none or decode does it all."""
+        usable = [rank for rank in self.fleet.usable(Role.PREFILL) if rank.side_channel is not None]
+        if not usable or job.plain or self._is_short(job):
+            return None
+        return self._choose(Role.PREFILL, job, usable, bodies.prompt_tokens(job.endpoint, job.body))
 
     async def _post(self, rank: Rank, job: Job, body: bytes, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientResponse:
         """A leg's answer, from its head on. Raises ``ApiError`` where it is not 200, and what is in ``BROKEN``."""
@@ -258,10 +315,13 @@ class Dispatcher:
                     error.retry = False
                     raise
                 reason = "prefill_failed"
-        # Decode has to prefill this prompt; never silently.
+        self.alone(job, reason)
+        return None
+
+    def alone(self, job: Job, reason: str) -> None:
+        """Decode has to prefill this prompt; never silently."""
         job.alone = reason
         self.metrics.plain(reason).inc()
-        return None
 
     def _is_short(self, job: Job) -> bool:
         """Whether so little of the prompt is left to compute on some decode rank that prefill is not worth it."""
@@ -272,17 +332,21 @@ class Dispatcher:
         return bodies.prompt_tokens(job.endpoint, job.body) * (1 - seen) < limit
 
     async def _prefill(self, job: Job) -> Grant | None:
+        return await self.prefill_on(job, self.fleet.usable(Role.PREFILL), bodies.PREFILL_PARAMETERS)
+
+    async def prefill_on(self, job: Job, usable: Sequence[Rank], parameters: Raw) -> Grant | None:
+        """A prompt prefilled on one of these ranks; None where it holds nothing. Raises ``ApiError``."""
         tokens, started = bodies.prompt_tokens(job.endpoint, job.body), time.perf_counter()
-        with self._leg(Role.PREFILL, job, self.fleet.usable(Role.PREFILL), tokens) as rank, rank.working(tokens):
-            body = bodies.prefill_body(job.endpoint, job.body)
+        with self._leg(Role.PREFILL, job, usable, tokens) as rank, rank.working(tokens):
+            body = bodies.prefill_body(job.endpoint, job.body, parameters)
             response = await self._post(rank, job, body, self._prefill_timeout)
             answer = answer_object(await response.read())
         job.prefill_s = time.perf_counter() - started
         self.metrics.prefill.observe(job.prefill_s)
-        parameters = answer.get("kv_transfer_params")
-        if parameters is None or bytes(parameters)[:1] != b"{":
+        held = answer.get("kv_transfer_params")
+        if held is None or bytes(held)[:1] != b"{":
             return None
-        return Grant(rank, parameters, cached_tokens(job.endpoint, answer))
+        return Grant(rank, held, cached_tokens(job.endpoint, answer))
 
     async def decode(self, job: Job, grant: Grant | None) -> Opened:
         """The answer to a job, from its first piece on; on any failure the grant is given back.

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import aiohttp
 
@@ -20,7 +21,18 @@ LONGEST_PAUSE_S = 30.0
 _USAGE = re.compile(rb'^vllm:kv_cache_usage_perc\{[^}]*\bengine="(\d+)"[^}]*\} (\S+)', re.MULTILINE)
 _BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"[^}]*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
 _START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+_SIDE_CHANNEL = re.compile(
+    rb'^kvferry:side_channel_info\{(?=[^}]*\bengine="(\d+)")[^}]*\bat="([0-9a-f]+)@([^"]+):(\d+)"', re.MULTILINE
+)
 _FINGERPRINT = re.compile(rb'^kvferry:layout_info\{[^}]*\bfingerprint="([^"]*)"', re.MULTILINE)
+
+
+class SideChannel(NamedTuple):
+    """Where a prefill rank answers claims, and which start of it does."""
+
+    host: str
+    port: int
+    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -32,23 +44,30 @@ class Report:
         capacity: tokens that the KV cache of a rank holds; None where it does not say.
         incarnation: changes when the instance is started anew; None where it does not say.
         fingerprint: of what its KV cache is compatible with; None where it does not say.
+        side_channels: where each rank answers claims; empty where it does not say.
     """
 
     usage: tuple[float, ...] = ()
     capacity: int | None = None
     incarnation: bytes | None = None
     fingerprint: bytes | None = None
+    side_channels: tuple[SideChannel, ...] = ()
 
     @classmethod
     def parse(cls, text: bytes) -> Report:
         # The labels of a node that serves some ranks of many need not begin at 0; the header counts from 0.
         usage = {int(engine): float(value) for engine, value in _USAGE.findall(text)}
+        channels = {
+            int(engine): SideChannel(host.decode(), int(port), incarnation.decode())
+            for engine, incarnation, host, port in _SIDE_CHANNEL.findall(text)
+        }
         blocks, start, fingerprint = _BLOCKS.search(text), _START.search(text), _FINGERPRINT.search(text)
         return cls(
             tuple(usage[engine] for engine in sorted(usage)),
             int(blocks[1]) * int(blocks[2]) if blocks else None,
             start[1] if start else None,
             fingerprint[1] if fingerprint else None,
+            tuple(channels[engine] for engine in sorted(channels)),
         )
 
 
@@ -119,6 +138,10 @@ class Rank:
     @property
     def _size(self) -> int | None:
         return self.instance.report.capacity if self.instance.spec.role is Role.DECODE else None
+
+    @property
+    def side_channel(self) -> SideChannel | None:
+        return dict(enumerate(self.instance.report.side_channels)).get(self.index)
 
     @property
     def usable(self) -> bool:

@@ -70,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True):
         attempts: how many instances are tried per leg before the request fails, the first included.
         retry_ratio: retries allowed for each request, on average; ten more in a burst.
         backoff: before the first retry, doubled for each further one.
+        streaming: whether both legs are sent at once where the connector can move a prompt while it is computed.
         plain_decode: whether decode may prefill a request itself when no prefill instance can.
         skip_prefill_below: prompts with fewer estimated tokens to compute go straight to decode; 0 turns that off.
         deadline: from a request's arrival to the first byte of its answer (the whole answer where it is not streamed).
@@ -95,6 +96,7 @@ class Settings(msgspec.Struct, frozen=True):
     attempts: Annotated[int, Meta(ge=1, le=10)] = 2
     retry_ratio: Annotated[float, Meta(ge=0)] = 0.2
     backoff: Seconds = 0.05
+    streaming: bool = False
     plain_decode: bool = True
     skip_prefill_below: Annotated[int, Meta(ge=0)] = 0
     deadline: Seconds = 600.0

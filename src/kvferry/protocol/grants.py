@@ -10,7 +10,7 @@ ended is not remembered: to an ended, a forged and a never-made grant the answer
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +36,9 @@ from kvferry.protocol.messages import (
 
 MAX_CLAIMS = 1 << 14
 """On one grant: more requests than vLLM makes of one with ``n > 1``, and a bound for who makes up claims."""
+
+MAX_GIVEN_UP = 1 << 12
+"""Releases of what is not known, which are remembered because a prefill may be on its way that nobody will load."""
 
 MAX_KEPT = 1 << 16
 """Messages that wait for news; beyond it they are answered at once."""
@@ -113,6 +116,7 @@ class Grants:
         self._open: dict[str, Grant] = {}
         self._names: dict[str, str] = {}  # of open grants, by vLLM's request id
         self._ended: list[str] = []
+        self._given_up: OrderedDict[tuple[str, str], set[str]] = OrderedDict()  # claims by name and nonce
         # By name and asker; who asks again replaces what was kept. The deque is in the order of time, and what has been
         # answered before its time stays in it until then.
         self._kept: dict[str, dict[tuple[str, str], _Kept]] = {}
@@ -126,6 +130,7 @@ class Grants:
         if self._find(transfer.name) is not None:
             return False
         grant = Grant(request, transfer.name, transfer.nonce, None, tokens, token_hash)
+        grant.waiting = {claim: set() for claim in self._given_up.pop((grant.name, grant.nonce), ())}
         self._open[grant.name], self._names[request] = grant, grant.name
         self._tell(grant.name)
         return True
@@ -297,6 +302,12 @@ class Grants:
             grant.waiting[message.claim] = set()
             self._tell(grant.name)
             self._end_unless_awaited(grant)
+        elif grant is None:
+            claims = self._given_up.setdefault((message.request, message.nonce), set())
+            if len(claims) < MAX_CLAIMS:
+                claims.add(message.claim)
+            if len(self._given_up) > MAX_GIVEN_UP:
+                self._given_up.popitem(last=False)
         return Released()
 
     @staticmethod
