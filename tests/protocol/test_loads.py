@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.geometry import Span
 from kvferry.protocol.loads import Loads
-from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew, Renewed
+from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew, Renewed, Waiting
 
 TOKEN, OTHER, CONSUMER = "1" * 32, "2" * 32, "3" * 32
 TIMEOUT, HOLD, TTL = 10.0, 300.0, 30.0
@@ -21,7 +21,7 @@ class Clock:
 
 
 def _make_offer(request="p-1", host=ADDRESS[0], incarnation=TOKEN, tokens=300):
-    return Offer(host, ADDRESS[1], "prefill", request, incarnation, OTHER, tokens, TOKEN)
+    return Offer(host, ADDRESS[1], "prefill", request, incarnation, OTHER, tokens, TOKEN if tokens else None)
 
 
 @pytest.fixture
@@ -181,3 +181,53 @@ def test_a_load_under_way_is_not_given_back(loads, clock):
     clock.now += 2 * HOLD
     assert [type(message) for _, message in loads.due()] == [Renew]
     assert loads.next_due() == pytest.approx(TTL / 3)
+
+
+# Transfers that stream
+
+
+def _begin_streaming(loads):
+    return loads.begin("d-1", _make_offer(tokens=None), 300, TOKEN)
+
+
+def test_an_offer_that_streams_is_claimed_ahead_and_for_all_of_the_prompt(loads):
+    claim = _begin_streaming(loads)
+    assert (claim.ahead, claim.tokens, claim.token_hash) == (True, 300, TOKEN)
+    assert not loads.begin("d-2", _make_offer(), 300, TOKEN).ahead
+
+
+def test_a_request_waits_for_a_prefill_as_long_as_the_producer_has_it(loads, clock):
+    claim = _begin_streaming(loads)
+    for _ in range(5):
+        clock.now += TIMEOUT - 1
+        assert loads.claimed("d-1", Waiting(known=True)) == claim, "ask again"
+        assert loads.available("d-1") is None
+    clock.now += TIMEOUT
+    assert loads.available("d-1") == 0
+
+
+def test_a_request_does_not_wait_longer_than_its_deadline_for_a_prefill_that_nobody_knows(loads, clock):
+    claim = _begin_streaming(loads)
+    clock.now += TIMEOUT - 1
+    assert loads.claimed("d-1", Waiting(known=False)) == claim
+    clock.now += 1
+    assert "did not come" in loads.claimed("d-1", Waiting(known=False))
+    assert loads.available("d-1") == 0
+    assert len(loads) == 0
+
+
+def test_blocks_are_wanted_before_the_prefill_has_ended(loads):
+    _begin_streaming(loads)
+    begun = Granted([[3]], 300, TTL, ready=0)
+    assert loads.claimed("d-1", begun) is None
+    assert loads.available("d-1") == 300
+    assert loads.start("d-1", [[7, 8, 9]], Span(0, 300)).grant == begun
+
+
+def test_giving_up_a_prefill_that_is_followed_tells_its_producer(loads):
+    """Its workers follow it until the producer says that it is gone."""
+    claim = _begin_streaming(loads)
+    loads.claimed("d-1", Granted([[3]], 300, TTL, ready=0))
+    loads.start("d-1", [[7, 8, 9]], Span(0, 300))
+    assert loads.drop("d-1") == (ADDRESS, Release(TOKEN, "p-1", OTHER, claim.claim))
+    assert len(loads) == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ParamsError
 from kvferry.protocol.authentication import Seal
-from kvferry.protocol.messages import PARAMS_KEY, PROTOCOL_VERSION, Claim, Offer, encode
+from kvferry.protocol.messages import PARAMS_KEY, PROTOCOL_VERSION, Claim, Offer, Transfer, encode
 
 TOKEN = "0123456789abcdef" * 2
 OFFER = Offer("10.0.0.7", 5601, "prefill-3", "cmpl-1", TOKEN, TOKEN[::-1], 1500, TOKEN, "tp2pp2dp0")
@@ -190,3 +190,33 @@ def test_arbitrary_json_is_refused_or_a_valid_offer(top, own):
         params[PARAMS_KEY] = {"version": PROTOCOL_VERSION, **params[PARAMS_KEY], **own}
     _offer_of(params, OPEN)
     assert _offer_of(params, SEAL) is None
+
+
+def test_an_offer_that_streams_names_no_tokens_and_survives_a_router():
+    offer = msgspec.structs.replace(OFFER, tokens=None, token_hash=None)
+    assert Offer.from_params(json.loads(json.dumps(offer.to_params(SEAL))), SEAL) == offer
+
+
+@pytest.mark.parametrize("change", [{"tokens": None}, {"token_hash": None}])
+def test_a_number_of_tokens_and_their_hash_go_together(change):
+    with pytest.raises(ParamsError, match="without their hash"):
+        Offer.from_params(msgspec.structs.replace(OFFER, **change).to_params(SEAL), SEAL)
+
+
+TRANSFER = Transfer(TOKEN, TOKEN[::-1])
+
+
+def test_what_a_prefill_is_told_of_a_transfer_survives_a_router():
+    assert Transfer.from_params(json.loads(json.dumps(TRANSFER.to_params()))) == TRANSFER
+
+
+def test_an_ordinary_prefill_is_no_transfer_that_streams():
+    assert Transfer.from_params({"do_remote_decode": True}) is None
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("key", ["version", "name", "nonce"])
+def test_a_broken_transfer_is_refused(key, name):
+    params = _change(TRANSFER.to_params(), key, BROKEN[name])
+    with pytest.raises(ParamsError):
+        Transfer.from_params(params)

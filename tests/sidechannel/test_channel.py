@@ -75,6 +75,40 @@ def test_a_closed_listener_gives_its_port_back(listener):
     Listener("127.0.0.1", listener.port, _answer, _no_wish).close()
 
 
+def test_an_answer_may_come_later_and_from_another_thread(client):
+    kept = []
+
+    def answer(message, respond):
+        return kept.append(respond) if isinstance(message, Hello) else _answer(message, respond)
+
+    listener, replies = Listener("127.0.0.1", 0, answer, _no_wish), Replies()
+    try:
+        client.send(("127.0.0.1", listener.port), Hello(TOKEN), DEADLINE_S, replies)
+        assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN)) == Released(), "others are not held up"
+        assert replies.got == []
+        threading.Thread(target=kept[0], args=[encode(Gone("later"))]).start()
+        assert replies.wait() == [Gone("later")]
+    finally:
+        listener.close()
+
+
+def test_an_answer_for_a_peer_that_has_left_is_dropped(client):
+    kept, left = [], Client("test-leaver")
+
+    def answer(message, respond):
+        return kept.append(respond) if isinstance(message, Hello) else _answer(message, respond)
+
+    listener = Listener("127.0.0.1", 0, answer, _no_wish)
+    try:
+        left.send(("127.0.0.1", listener.port), Hello(TOKEN), DEADLINE_S, Replies())
+        assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN)) == Released()
+        left.close()
+        kept[0](encode(Gone("later")))
+        assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN)) == Released()
+    finally:
+        listener.close()
+
+
 def test_the_listener_survives_a_handler_that_raises(client):
     def answer(message, respond):
         if isinstance(message, Release):

@@ -13,9 +13,10 @@ from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, Worker
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw
 from kvferry.protocol.loads import Order
-from kvferry.protocol.messages import Ack, Claim, Granted, Hello, Welcome, encode
+from kvferry.protocol.messages import Ack, Claim, Follow, Granted, Hello, Transfer, Welcome, encode
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener
+from kvferry.transport import reader as reader_module
 from kvferry.transport.nixl import Agent
 from kvferry.transport.reader import Deadlines, Reader
 
@@ -73,7 +74,7 @@ class Producer:
         self._agent.register(memory_regions(shards))
         worker = WorkerShards(0, 0, shards, self._agent.metadata())
         self._welcome = encode(Welcome(EngineLayout(self.grants.incarnation, 1, 1, 0, FINGERPRINT, (worker,))))
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._listener = Listener("127.0.0.1", port, self._answer, lambda: None)
         self.address = ("127.0.0.1", self._listener.port)
 
@@ -83,12 +84,12 @@ class Producer:
         if isinstance(message, Hello):
             self.hellos += 1
             return self._welcome
-        with self._lock:
+        with self.lock:
             reply = self.grants.answer(message, lambda reply: respond(encode(reply)))
         return None if reply is None else encode(reply)
 
     def grant(self, blocks=(3, 4, 5), readers=(READER,)):
-        with self._lock:
+        with self.lock:
             grant = self.grants.offer(draw(), [list(blocks)], BLOCK_TOKENS * len(blocks), draw())
             claim = _claim(self.grants.incarnation, grant, readers)
             granted = self.grants.answer(claim)
@@ -113,7 +114,7 @@ class Producer:
         return Order(**{**fields, **change})
 
     def take_ended(self):
-        with self._lock:
+        with self.lock:
             return self.grants.take_ended()
 
     def close(self):
@@ -297,3 +298,88 @@ def test_a_look_at_reads_under_way_comes_back_however_short_its_wait():
     thread.start()
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
+
+
+# Prefills that go on
+
+
+class Prefill:
+    """One that a producer's worker computes, as far as it is told to."""
+
+    def __init__(self, producer, blocks=(3, 4, 5), local=(7, 8, 9)):
+        self.producer, self.blocks, self.local = producer, list(blocks), list(local)
+        self.tokens, self.life = BLOCK_TOKENS * len(blocks), 0
+        self.transfer = Transfer(draw(), draw())
+        producer.grants.open(self.transfer.name, self.transfer, self.tokens, "a" * 32)
+        self.told(0)
+
+    def told(self, ready, life=0, blocks=None):
+        with self.producer.lock:
+            self.producer.grants.progress(self.transfer.name, life, [list(blocks or self.blocks)], ready)
+
+    def finish(self):
+        with self.producer.lock:
+            self.producer.grants.offer(self.transfer.name, [self.blocks], self.tokens, "a" * 32)
+
+    def order(self):
+        names = (self.producer.grants.incarnation, self.transfer.name, self.transfer.nonce, draw(), draw())
+        claim = Claim(*names, [READER], self.tokens, "a" * 32, ahead=True)
+        with self.producer.lock:
+            granted = self.producer.grants.answer(claim)
+        where = ("d-1", claim.request, self.producer.address, claim.incarnation, claim.claim)
+        return Order(*where, granted, [self.local], 0, self.tokens)
+
+
+def _wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come about"
+        time.sleep(0.001)
+
+
+def test_what_is_ready_is_read_while_the_rest_is_computed(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    prefill = Prefill(producer)
+    consumer.reader.submit(prefill.order())
+    prefill.told(2 * BLOCK_TOKENS + 5)
+    _wait_for(lambda: (consumer.memory[:, 8] == producer.memory[:, 4]).all())
+    _assert_only(consumer, producer, [(7, 3), (8, 4)])
+    assert consumer.outcomes.empty()
+    prefill.finish()
+    outcome = consumer.outcomes.get(timeout=DEADLINE_S)
+    assert outcome.failure is None
+    assert sum(part.bytes for part in outcome.reads) == 3 * len(LAYERS) * HEADS * BLOCK_TOKENS * CELL
+    _assert_only(consumer, producer, [(7, 3), (8, 4), (9, 5)])
+    assert producer.take_ended() == [prefill.transfer.name]
+
+
+def test_a_prefill_that_began_anew_is_read_anew(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    prefill = Prefill(producer)
+    consumer.reader.submit(prefill.order())
+    prefill.told(2 * BLOCK_TOKENS)
+    _wait_for(lambda: (consumer.memory[:, 8] == producer.memory[:, 4]).all())
+    prefill.told(0, life=1, blocks=(1, 2, 6))
+    prefill.blocks = [1, 2, 6]
+    prefill.finish()
+    assert consumer.outcomes.get(timeout=DEADLINE_S).failure is None
+    _assert_only(consumer, producer, [(7, 1), (8, 2), (9, 6)])
+
+
+def test_a_prefill_that_fails_fails_its_load(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    prefill = Prefill(producer)
+    consumer.reader.submit(prefill.order())
+    prefill.told(BLOCK_TOKENS)
+    with producer.lock:
+        producer.grants.close(prefill.transfer.name)
+    assert "does not go on with the prefill" in consumer.outcomes.get(timeout=DEADLINE_S).failure
+
+
+def test_a_producer_that_falls_silent_in_the_middle_of_a_prefill_fails_the_load_in_time(parties, monkeypatch):
+    monkeypatch.setattr(reader_module, "WAIT_S", 0.1)
+    producer, consumer = parties(Producer), parties(Consumer, timeout=0.5)
+    prefill = Prefill(producer)
+    producer.muted = (Follow,)
+    consumer.reader.submit(prefill.order())
+    assert "no answer within" in consumer.outcomes.get(timeout=DEADLINE_S).failure
