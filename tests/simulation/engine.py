@@ -339,12 +339,13 @@ class Core:
         require(self._steps.popleft() is step, "model", "steps end in order")
         received, sent = self._aggregate("received", step.received), self._aggregate("sent", step.sent)
         self._failing |= step.failed
-        self._handle_failed(self._failing & set(received))
+        failed = self._failing & set(received)
+        self._handle_failed(failed)
         for work in step.work:
             work.request.busy = False
             if not work.request.finished:
                 self._computed(work.request)
-        self._transfers(received, sent)
+        self._transfers(received, sent, failed)
         if self.shape.policy == "fail":
             for name in sorted(self._failed & self._received):
                 self._failed.remove(name)
@@ -382,8 +383,8 @@ class Core:
                 complete.append(name)
         return complete
 
-    def _transfers(self, received: list[str], sent: list[str]) -> None:
-        self.half.update_connector_output(set(received))
+    def _transfers(self, received: list[str], sent: list[str], failed: set[str]) -> None:
+        self.half.update_connector_output(set(received), failed)
         for name in (*received, *sent):
             require(name in self.requests, "I3", "{} is reported to {}, which does not know it", name, self.host)
         for name in received:
@@ -403,7 +404,10 @@ def _config(shape: Shape) -> Any:
     """As much of vLLM's configuration as the scheduler half looks at."""
     parallel = SimpleNamespace(tensor_parallel_size=shape.tp, pipeline_parallel_size=shape.pp, data_parallel_index=0)
     transfer = SimpleNamespace(
-        is_kv_producer=shape.role != "kv_consumer", is_kv_consumer=shape.role != "kv_producer", engine_id="engine"
+        is_kv_producer=shape.role != "kv_consumer",
+        is_kv_consumer=shape.role != "kv_producer",
+        engine_id="engine",
+        kv_load_failure_policy=shape.policy,
     )
     return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
 

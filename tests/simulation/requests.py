@@ -39,6 +39,7 @@ class SimulatedRequest:
     ended: str | None = None
     busy: bool = False
     lora_request: None = None
+    trace_headers: None = None
 
     def __post_init__(self) -> None:
         self.known = self.num_prompt_tokens

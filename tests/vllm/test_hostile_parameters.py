@@ -28,7 +28,10 @@ def _make_config(role):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
         kv_transfer_config=SimpleNamespace(
-            is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", engine_id="engine"
+            is_kv_producer=role == "kv_producer",
+            is_kv_consumer=role == "kv_consumer",
+            engine_id="engine",
+            kv_load_failure_policy="recompute",
         ),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.geometry import NULL_BLOCK
 from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import (
     Ack,
@@ -54,6 +55,11 @@ class Grant:
     consumer: str | None = None
     waiting: dict[str, set[str]] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Blocks that are held, null blocks not counted."""
+        return sum(len(group) - group.count(NULL_BLOCK) for group in self.blocks)
+
 
 class Grants:
     """All grants of one engine core. Not thread-safe: the caller holds a lock.
@@ -62,16 +68,25 @@ class Grants:
         incarnation: of this engine core.
         lease: seconds that an unclaimed or unrenewed grant lives.
         clock: monotonic seconds; only differences of it ever leave the process.
+        on_end: called for every grant that has ended, with the seconds that were left of its lease; None when it ended
+            with its lease.
 
     Attributes:
-        expired: how many grants have ended with their lease so far.
+        held_blocks: in all grants together; a block that two of them share counts twice.
     """
 
-    def __init__(self, incarnation: str, lease: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        lease: float,
+        clock: Callable[[], float],
+        on_end: Callable[[float | None], None] = lambda left: None,  # noqa: ARG005
+    ) -> None:
         self.incarnation = incarnation
         self.lease = lease
-        self.expired = 0
+        self.held_blocks = 0
         self._clock = clock
+        self._on_end = on_end
         # Always in the order of their deadlines: a lease is as long as any other, so the one prolonged last ends last.
         self._grants: dict[str, Grant] = {}
         self._ended: list[str] = []
@@ -83,6 +98,7 @@ class Grants:
         """Hold the blocks of a finished request from now on."""
         grant = Grant(request, draw(), [list(group) for group in blocks], tokens, self._clock() + self.lease)
         self._grants[request] = grant
+        self.held_blocks += grant.size
         return grant
 
     def expire(self) -> float | None:
@@ -92,8 +108,7 @@ class Grants:
             first = next(iter(self._grants.values()))
             if first.deadline > now:
                 return first.deadline - now
-            self.expired += 1
-            self._end(first)
+            self._end(first, None)
         return None
 
     def take_ended(self) -> list[str]:
@@ -164,8 +179,10 @@ class Grants:
 
     def _end_unless_awaited(self, grant: Grant) -> None:
         if not any(grant.waiting.values()):
-            self._end(grant)
+            self._end(grant, grant.deadline - self._clock())
 
-    def _end(self, grant: Grant) -> None:
+    def _end(self, grant: Grant, left: float | None) -> None:
         del self._grants[grant.request]
         self._ended.append(grant.request)
+        self.held_blocks -= grant.size
+        self._on_end(left)

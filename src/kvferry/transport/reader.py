@@ -18,6 +18,7 @@ from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, 
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import Ack, Address, Gone, Held, Hello, Reply, Request, Welcome
+from kvferry.protocol.subject import Subject
 from kvferry.transport.nixl import Agent, Read
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Outcome:
         seconds: from order to end.
         post_seconds: spent preparing and posting the reads.
         producer: what was read from; None when contact was never made.
+        phases: seconds of each that there was, in their order: ``connect`` until there was a connection, ``read`` until
+            every handle had ended, ``ack`` until the producer's word.
     """
 
     order: Order
@@ -57,6 +60,7 @@ class Outcome:
     post_seconds: float = 0.0
     producer: EngineLayout | None = None
     reads: tuple[PartRead, ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,14 @@ class _Peer:
 
     Attributes:
         layout: None until it has answered.
+        since: when it was asked who it is.
         waiting: orders, with the time they came, for which there is no connection yet.
         active: orders being read or acknowledged.
         broken: something failed; once nothing is active it is forgotten, and what waits meets it anew.
     """
 
     address: Address
+    since: float
     layout: EngineLayout | None = None
     plan: ReadPlan = field(default_factory=lambda: ReadPlan({}))
     agents: dict[int, str] = field(default_factory=dict)
@@ -102,6 +108,13 @@ class _Active:
     overdue: bool = False
     reads: dict[int, Read] = field(default_factory=dict)
     failure: str | None = None
+    ends: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase that has ended."""
+        begins = [self.started, *self.ends.values()]
+        return {phase: end - begin for begin, (phase, end) in zip(begins, self.ends.items(), strict=False)}
 
 
 @dataclass(slots=True)
@@ -115,6 +128,7 @@ class Reader:
         on_outcome: called on the thread, exactly once for each order.
         deadlines: how long to wait for a producer.
         on_start: called first on the thread, to bind it to a device.
+        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took.
         clock: seconds; only differences of it are used.
         overdue: reads so far that took longer than their deadline.
     """
@@ -125,6 +139,7 @@ class Reader:
     on_outcome: Callable[[Outcome], None]
     deadlines: Deadlines = Deadlines()
     on_start: Callable[[], None] = lambda: None
+    on_contact: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
     clock: Callable[[], float] = time.perf_counter
     overdue: int = field(default=0, init=False)
     # Not a SimpleQueue: in CPython 3.11 its get() with a timeout can wait for ever, when the thread is not run for
@@ -217,7 +232,7 @@ class Reader:
 
     def _meet(self, order: Order) -> _Peer:
         self._forget_idle(order.address)
-        peer = self._peers[order.incarnation] = _Peer(order.address)
+        peer = self._peers[order.incarnation] = _Peer(order.address, self.clock())
         incarnation = order.incarnation
 
         def on_reply(reply: Reply | None) -> None:
@@ -237,6 +252,7 @@ class Reader:
             for active in actives:
                 self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
             return
+        self.on_contact(self.clock() - peer.since)
         for active in actives:
             self._read(active)
 
@@ -270,7 +286,7 @@ class Reader:
     def _read(self, active: _Active) -> None:
         assert self._agent is not None
         order, peer = active.order, active.peer
-        active.read_since = self.clock()
+        active.read_since = active.ends["connect"] = self.clock()
         try:
             tokens = Span(order.first_token, order.last_token)
             ranges = {
@@ -304,8 +320,9 @@ class Reader:
             active.overdue = peer.broken = True
             self.overdue += 1
             logger.warning(
-                "the read for request %s from %s:%d has not ended after %g s; its blocks stay held until it does",
-                *(active.order.request, *peer.address, self.deadlines.read),
+                "the read for %s has not ended after %g s; its blocks stay held until it does",
+                Subject(active.order.request, self.layout.label, active.order),
+                self.deadlines.read,
             )
         if peer.broken:
             late = [waiting for waiting in peer.waiting if now - waiting[1] > self.deadlines.handshake]
@@ -318,6 +335,7 @@ class Reader:
         if errors:
             active.peer.broken = True
             active.failure = errors[0]
+        active.ends["read" if "connect" in active.ends else "connect"] = self.clock()
         order = active.order
 
         def on_reply(reply: Reply | None) -> None:
@@ -345,8 +363,9 @@ class Reader:
             for waiting in peer.waiting:
                 self._begin(*waiting)
         parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
-        seconds = self.clock() - active.started
-        self.on_outcome(Outcome(order, active.failure, seconds, active.posted, peer.layout, parts))
+        active.ends["ack"] = self.clock()
+        seconds = active.ends["ack"] - active.started
+        self.on_outcome(Outcome(order, active.failure, seconds, active.posted, peer.layout, parts, active.phases))
 
     @staticmethod
     def _parts(active: _Active, layout: EngineLayout) -> list[PartRead]:

@@ -93,7 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_connector_meta()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.update_connector_output(connector_output.finished_recving)
+        self._scheduler.update_connector_output(connector_output.finished_recving, connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, (block_ids,))

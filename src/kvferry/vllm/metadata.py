@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvferry.geometry import WorkerShards
 from kvferry.protocol.loads import Order
+from kvferry.vllm.tracing import Headers
 
 
 @dataclass
@@ -24,7 +25,9 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: orders given in this step.
         released: producer requests whose blocks may be freed.
+        traces: headers of those loads that are traced.
     """
 
     loads: list[Order] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    traces: dict[str, Headers] = field(default_factory=dict)
