@@ -7,12 +7,15 @@ import time
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 from kvferry.geometry import WorkerShards
 from kvferry.protocol.loads import Order
 from kvferry.transport.reader import Outcome, PartRead
 from kvferry.vllm.metrics import METRICS, Tally, TransferMetrics, TransferStats
+from kvferry.vllm.plugin import register
 
 ORDER = Order("d-1", "p-1", ("127.0.0.1", 1), "1" * 32, "2" * 32, [[1]], [[2]], 0, 128)
 WORKER = WorkerShards(0, 0, ())
@@ -85,6 +88,20 @@ def test_the_log_line_says_what_happened_and_nothing_else():
 
 def test_every_figure_of_the_log_line_can_be_made():
     assert all(value > 0 for value in _all().reduce().values())
+
+
+def test_vllm_prints_one_line_for_an_interval_and_none_for_a_layout_alone():
+    register()
+    logging, lines = KVConnectorLogging(KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")), []
+    quiet, busy = TransferStats(), _make_stats(DONE)
+    quiet.add("layout", 1, "c0ffee")
+    for stats in (quiet, busy, _make_stats(DONE)):
+        logging.observe(stats.to_dict())
+        if stats is not busy:
+            logging.log(lambda *parts: lines.append(parts[0] % parts[1:]))
+    [line] = lines
+    assert line.startswith("KV Transfer metrics: Num successful transfers=2, Avg xfer time (ms)=200.0, ")
+    assert "c0ffee" not in line
 
 
 def test_statistics_survive_the_way_to_the_api_server():

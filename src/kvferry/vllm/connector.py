@@ -155,7 +155,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        return TransferStats(data)
+        # For the log line, which has nothing to say of a layout: an interval in which only that was told is empty.
+        return TransferStats({key: series for key, series in (data or {}).items() if key != "layout"})
 
     @classmethod
     def build_prom_metrics(
