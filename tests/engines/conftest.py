@@ -53,6 +53,10 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
         "connector_config": {"kv_lease_duration": 30},
         "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },
+    "traced": lambda port: {
+        "extra": ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces"),
+        "environment": {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"},
+    },
 }
 LINES_OF_A_LOG = 12  # shown of each engine when a test has failed
 SUMMARY = pytest.StashKey[str]()

@@ -3,11 +3,15 @@
 import json
 import math
 import random
+import re
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.cluster.launch import start_gateway
 from kvferry.cluster.ports import free_ports
@@ -15,6 +19,7 @@ from kvferry.cluster.supervisor import Supervisor
 from kvferry.cluster.transfers import await_transfers, read_transfers
 
 from .conftest import Fleet, Instance
+from .waiting import await_that
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -150,6 +155,63 @@ def test_the_engines_tell_the_gateway_that_they_fit(pair: tuple[Instance, Instan
     lines = [[line for line in text.splitlines() if line.startswith("kvferry:layout_info{")] for text in texts]
     assert [len(found) for found in lines] == [1, 2]
     assert len({line.partition('fingerprint="')[2] for found in lines for line in found}) == 1
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """Every sample by its name and what is after the equals sign of its labels, summed over the rest."""
+    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S, trust_env=False).text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name in ("outcome", "reason", "phase", "message")]
+            key = " ".join([sample.name, *own])
+            found[key] = found.get(key, 0) + sample.value
+    return found
+
+
+def test_transfers_show_in_the_metrics_of_both_sides(pair: tuple[Instance, Instance], gateway: str) -> None:
+    source, before = random.Random(17), [_metrics(instance.url) for instance in pair]
+    for _ in range(4):
+        assert _post(gateway + CHAT, _body(CHAT, {}, source)).status_code == 200
+    expected = [
+        {"kvferry:lease_left_seconds_count": 4},
+        {f"kvferry:phase_seconds_count {phase}": 4 for phase in ("claim", "connect", "read", "ack")}
+        | {"kvferry:claims_total granted": 4, "vllm:nixl_xfer_time_seconds_count": 4},
+    ]
+
+    def risen() -> list[dict[str, float]]:
+        after = [_metrics(instance.url) for instance in pair]
+        return [
+            {name: now[name] - was[name] for name in names}
+            for now, was, names in zip(after, before, expected, strict=True)
+        ]
+
+    await_that(lambda: risen() == expected, 10, f"risen by {expected}")
+    producer, consumer = (_metrics(instance.url) for instance in pair)
+    assert producer["kvferry:held_blocks"] == 0
+    assert producer["kvferry:lease_left_seconds_sum"] - before[0]["kvferry:lease_left_seconds_sum"] > 4 * 20
+    assert consumer["kvferry:first_contact_seconds_count"] >= 2  # each rank has met the producer
+    recomputed = {name for name in consumer if name.startswith("kvferry:recomputed_total")}
+    assert len(recomputed) == 8
+    assert all(consumer[name] == before[1][name] for name in recomputed)
+
+
+def test_held_blocks_are_told_until_they_are_given_back(fleet: Fleet, pair: tuple[Instance, Instance]) -> None:
+    """Nobody else asks anything of the engine meanwhile, which would let it sleep if it held nothing."""
+    producer, consumer = pair
+    prompt = [random.Random(23).randint(10, 370) for _ in range(300)]
+    params = fleet.dispatcher.prefill(producer.url, prompt, uuid.uuid4().hex).kv_transfer_params
+    await_that(lambda: _metrics(producer.url)["kvferry:held_blocks"] == 3, 10, "three blocks of 128 tokens are held")
+    fleet.dispatcher.decode(consumer.url, prompt, uuid.uuid4().hex, params)
+    await_that(lambda: _metrics(producer.url)["kvferry:held_blocks"] == 0, 10, "none is held")
+
+
+def test_the_dashboard_finds_all_it_asks_for(pair: tuple[Instance, Instance], gateway: str) -> None:
+    dashboard = (Path(__file__).parents[2] / "dashboards" / "kvferry.json").read_text()
+    asked = set(re.findall(r"\b(?:vllm:|kvferry:|kvferry_gateway_)\w+", dashboard))
+    texts = [httpx.get(f"{url}/metrics", trust_env=False).text for url in (gateway, *(one.url for one in pair))]
+    told = set(re.findall(r"^# TYPE (\S+) ", "\n".join(texts), re.MULTILINE))
+    assert {name for name in asked if not {name, re.sub("_(bucket|sum|count)$", "", name)} & told} == set()
 
 
 def _post(url: str, body: dict[str, Any]) -> httpx.Response:

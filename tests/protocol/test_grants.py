@@ -193,6 +193,32 @@ def test_claims_on_one_grant_are_bounded(grants, monkeypatch):
     assert [isinstance(reply, Granted) for reply in replies] == [True, True, False, True]
 
 
+def test_how_much_of_a_lease_was_left_is_told_at_each_end(clock):
+    ends = []
+    grants = Grants(INCARNATION, LEASE, clock, ends.append)
+    read, released, _ = (grants.offer(name, BLOCKS, 40, HASH) for name in ("read", "released", "expired"))
+    grants.answer(_claim(read))
+    clock.now += 10
+    grants.answer(_ack(read, "pp0tp0"))
+    assert ends == []
+    grants.answer(_ack(read, "pp1tp0"))
+    grants.answer(_release(released))
+    clock.now += LEASE
+    grants.expire()
+    assert ends == [LEASE - 10, LEASE - 10, None]
+
+
+def test_blocks_are_counted_while_they_are_held_and_null_blocks_never(grants, clock):
+    grants.offer("r", [[0, 0, 3], [1, 5]], 40, HASH)
+    second = grants.offer("s", [[3, 1, 4]], 40, HASH)
+    assert grants.held_blocks == 6
+    grants.answer(_release(second))
+    assert grants.held_blocks == 3
+    clock.now += LEASE
+    grants.expire()
+    assert grants.held_blocks == 0
+
+
 def test_leases_end_in_the_order_they_were_last_prolonged(grants, clock):
     first, _ = grants.offer("first", BLOCKS, 40, HASH), grants.offer("second", BLOCKS, 40, HASH)
     clock.now += LEASE / 2
@@ -200,7 +226,6 @@ def test_leases_end_in_the_order_they_were_last_prolonged(grants, clock):
     clock.now += LEASE / 2
     assert grants.expire() == pytest.approx(LEASE / 2)
     assert grants.take_ended() == ["second"]
-    assert grants.expired == 1
     clock.now += LEASE / 2
     assert grants.expire() is None
     assert grants.take_ended() == ["first"]

@@ -405,12 +405,13 @@ class Core:
         require(self._steps.popleft() is step, "model", "steps end in order")
         received, sent = self._aggregate("received", step.received), self._aggregate("sent", step.sent)
         self._failing |= step.failed
-        self._handle_failed(self._failing & set(received))
+        failed = self._failing & set(received)
+        self._handle_failed(failed)
         for work in step.work:
             work.request.busy = False
             if not work.request.finished:
                 self._computed(work.request)
-        self._transfers(received, sent, step.metadata.step)
+        self._transfers(received, sent, failed, step.metadata.step)
         if self.shape.policy == "fail":
             for name in sorted(self._failed & self._received):
                 self._failed.remove(name)
@@ -448,8 +449,9 @@ class Core:
                 complete.append(name)
         return complete
 
-    def _transfers(self, received: list[str], sent: list[str], executed: int | None) -> None:
-        self.half.update_connector_output(set(received), None if executed is None else Executed(executed))
+    def _transfers(self, received: list[str], sent: list[str], failed: set[str], executed: int | None) -> None:
+        told = None if executed is None else Executed(executed)
+        self.half.update_connector_output(set(received), failed, told)
         for name in (*received, *sent):
             require(name in self.requests, "I3", "{} is reported to {}, which does not know it", name, self.host)
         for name in received:
@@ -469,7 +471,10 @@ def _config(shape: Shape) -> Any:
     """As much of vLLM's configuration as the scheduler half looks at."""
     parallel = SimpleNamespace(tensor_parallel_size=shape.tp, pipeline_parallel_size=shape.pp, data_parallel_index=0)
     transfer = SimpleNamespace(
-        is_kv_producer=shape.role != "kv_consumer", is_kv_consumer=shape.role != "kv_producer", engine_id="engine"
+        is_kv_producer=shape.role != "kv_consumer",
+        is_kv_consumer=shape.role != "kv_producer",
+        engine_id="engine",
+        kv_load_failure_policy=shape.policy,
     )
     return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
 

@@ -43,6 +43,7 @@ class SimulatedRequest:
     told: int | None = None
     transfer: str | None = None
     lora_request: None = None
+    trace_headers: None = None
 
     def __post_init__(self) -> None:
         self.known = self.num_prompt_tokens

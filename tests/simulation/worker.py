@@ -66,7 +66,9 @@ class Worker:
             make_agent=lambda: self.agent,
             ask=self.client.send,
             on_outcome=self._ended,
-            deadlines=Deadlines(settings.handshake_timeout, settings.read_timeout, settings.ack_timeout),
+            deadlines=Deadlines(
+                settings.handshake_timeout, settings.read_timeout, settings.ack_timeout, settings.hold_timeout
+            ),
             clock=place.clock(),
         )
         # For an earlier read of that producer, for its description, and for its word, each a little late.

@@ -129,6 +129,7 @@ class Consumer:
         shards = _make_shards(self.memory)
         layout = EngineLayout(draw(), 1, 1, 0, FINGERPRINT, (WorkerShards(0, 0, shards),))
         self.outcomes: queue.SimpleQueue = queue.SimpleQueue()
+        self.contacts: list[float] = []
         self._client = Client("test-acks")
         self.reader = Reader(
             layout=layout,
@@ -136,6 +137,7 @@ class Consumer:
             ask=self._client.send,
             on_outcome=self.outcomes.put,
             deadlines=Deadlines(handshake=timeout, read=timeout, ack=timeout),
+            on_contact=self.contacts.append,
         )
         self.reader.start()
 
@@ -192,7 +194,25 @@ def test_a_producer_is_met_once_for_any_number_of_orders(parties):
         consumer.reader.submit(producer.order(f"d-{number}"))
     names = {consumer.outcomes.get(timeout=DEADLINE_S).order.request for _ in range(20)}
     assert names == {f"d-{number}" for number in range(20)}
-    assert producer.hellos == 1
+    assert producer.hellos == len(consumer.contacts) == 1
+
+
+def test_the_phases_of_a_load_are_all_of_its_time(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    first, second = (consumer.load(producer.order(f"d-{number}")) for number in range(2))
+    for outcome in (first, second):
+        assert list(outcome.phases) == ["connect", "read", "ack"]
+        assert sum(outcome.phases.values()) == pytest.approx(outcome.seconds)
+        assert all(seconds > 0 for seconds in outcome.phases.values())
+    assert first.phases["connect"] >= consumer.contacts[0] > second.phases["connect"]
+
+
+def test_a_load_that_never_read_has_no_time_of_reading(parties):
+    producer, consumer = parties(Producer, mute=(Hello,)), parties(Consumer, timeout=0.5)
+    outcome = consumer.load(producer.order())
+    assert list(outcome.phases) == ["connect", "ack"]
+    assert outcome.phases["connect"] >= 0.5
+    assert consumer.contacts == []
 
 
 def test_a_read_the_producer_does_not_vouch_for_fails(parties):

@@ -28,7 +28,10 @@ def _make_config(role):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
         kv_transfer_config=SimpleNamespace(
-            is_kv_producer=role == "kv_producer", is_kv_consumer=role == "kv_consumer", engine_id="engine"
+            is_kv_producer=role == "kv_producer",
+            is_kv_consumer=role == "kv_consumer",
+            engine_id="engine",
+            kv_load_failure_policy="recompute",
         ),
     )
 
@@ -72,7 +75,7 @@ def _life(half, params, name="d-1"):
         assert time.monotonic() < deadline, "the request hangs"
     if answer == (0, False):
         half.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([7, 8, 9],)), 0)
-        assert half.build_connector_meta().loads == []
+        assert half.build_connector_meta(None).loads == []
         request.num_computed_tokens, request.status = 300, RequestStatus.FINISHED_STOPPED
         assert half.request_finished(request, ([7, 8, 9],)) == (False, None)
     return answer

@@ -1,5 +1,6 @@
 """The scheduler half against vLLM's own request objects, with both sides' real side channels."""
 
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from kvferry.errors import SideChannelError
 from kvferry.protocol.messages import Ack, Held
 from kvferry.sidechannel.client import Client
 from kvferry.vllm import scheduler as module
+from kvferry.vllm.metrics import TransferStats
 from kvferry.vllm.scheduler import SchedulerHalf, identity_of
 from kvferry.vllm.settings import Settings
 
@@ -21,13 +23,14 @@ DEADLINE_S = 10.0
 PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_block_ids": None}
 
 
-def _make_config(role, pp=1):
+def _make_config(role, pp, policy):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=pp, data_parallel_index=0),
         kv_transfer_config=SimpleNamespace(
             is_kv_producer=role in ("kv_producer", "kv_both"),
             is_kv_consumer=role in ("kv_consumer", "kv_both"),
             engine_id="engine",
+            kv_load_failure_policy=policy,
         ),
     )
 
@@ -37,8 +40,8 @@ def make_half(monkeypatch):
     monkeypatch.setattr(module, "get_ip", lambda: "127.0.0.1")
     halves = []
 
-    def make(role="kv_both", pp=1, **settings):
-        halves.append(SchedulerHalf(_make_config(role, pp), Settings(**settings)))
+    def make(role="kv_both", pp=1, policy="recompute", **settings):
+        halves.append(SchedulerHalf(_make_config(role, pp, policy), Settings(**settings)))
         return halves[-1]
 
     yield make
@@ -73,7 +76,7 @@ def _released(half, count=1):
     released, deadline = [], time.monotonic() + DEADLINE_S
     while len(released) < count:
         assert time.monotonic() < deadline, f"only {released} released"
-        released += half.build_connector_meta().released
+        released += half.build_connector_meta(None).released
     return released
 
 
@@ -112,11 +115,11 @@ def test_a_decode_request_loads_what_its_prefill_left(make_half):
     consumer.on_new_request(request)
     assert _matched(consumer, request, local=128) == (172, True)
     consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 172)
-    (order,) = consumer.build_connector_meta().loads
-    assert consumer.build_connector_meta().loads == []
-    assert (order.remote_blocks, order.local_blocks) == ([[3, 4, 5]], [[7, 8, 9]])
+    (order,) = consumer.build_connector_meta(None).loads
+    assert consumer.build_connector_meta(None).loads == []
+    assert (order.grant.blocks, order.local_blocks) == ([[3, 4, 5]], [[7, 8, 9]])
     assert (order.first_token, order.last_token) == (128, 300)
-    assert producer.build_connector_meta().released == []
+    assert producer.build_connector_meta(None).released == []
     assert [_acknowledge(order, reader) for reader in ("pp0tp0", "pp1tp0")] == [Held(), Held()]
     assert _released(producer) == ["p-1"]
 
@@ -127,10 +130,10 @@ def test_a_loaded_request_does_not_load_again_after_preemption(make_half):
     request = _make_request("d-1", params)
     consumer.on_new_request(request)
     _, _ = _matched(consumer, request), consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
-    consumer.update_connector_output({"d-1"})
+    consumer.update_connector_output({"d-1"}, set())
     consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 0)
     assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
-    assert len(consumer.build_connector_meta().loads) == 1
+    assert len(consumer.build_connector_meta(None).loads) == 1
 
 
 def test_a_router_that_appends_a_token_still_loads_the_prefix(make_half):
@@ -178,8 +181,8 @@ def test_a_request_aborted_while_it_loads_is_left_to_its_workers(make_half):
     _matched(consumer, request)
     consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
     consumer.request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([7, 8, 9],))
-    (order,) = consumer.build_connector_meta().loads
-    assert producer.build_connector_meta().released == []
+    (order,) = consumer.build_connector_meta(None).loads
+    assert producer.build_connector_meta(None).released == []
     assert _acknowledge(order, "pp0tp0") == Held()
 
 
@@ -192,7 +195,7 @@ def test_used_parameters_load_nothing_a_second_time(make_half):
         assert _matched(consumer, request) == expected
         if expected[1]:
             consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
-            _acknowledge(consumer.build_connector_meta().loads[0], "pp0tp0")
+            _acknowledge(consumer.build_connector_meta(None).loads[0], "pp0tp0")
 
 
 def test_an_unclaimed_prefill_is_freed_after_its_lease(make_half):
@@ -205,8 +208,127 @@ def test_a_lease_that_ran_out_is_counted_once(make_half):
     producer = make_half("kv_producer", kv_lease_duration=0.05)
     _prefill(producer)
     assert _released(producer) == ["p-1"]
-    assert producer.take_stats().data["num_kv_expired_reqs"] == [1]
+    assert producer.take_stats().data["num_kv_expired_reqs"] == {"": 1}
     assert producer.take_stats() is None
+
+
+def _stats(half, key):
+    """What was observed of a metric since the last call; other observations are dropped."""
+    stats = half.take_stats()
+    return stats.data.get(key, {}) if stats else {}
+
+
+def test_a_load_is_observed_on_both_sides(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    _, params = _prefill(producer)
+    assert producer.take_stats().data == {"held_blocks": {"": 3}}
+    request = _make_request("d-1", params)
+    consumer.on_new_request(request)
+    _matched(consumer, request)
+    consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
+    _acknowledge(consumer.build_connector_meta(None).loads[0], "pp0tp0")
+    consumer.update_connector_output({"d-1"}, set())
+    claimed, ended = consumer.take_stats().data, producer.take_stats().data
+    assert claimed["claims"] == {"granted": 1}
+    assert 0 < claimed["phase"]["claim"][0] < DEADLINE_S
+    assert "recomputed" not in claimed
+    assert ended["held_blocks"] == {"": 0}
+    assert 20 < ended["lease_left"][""][0] <= 30
+
+
+def _claim_gone(make_half):
+    producer, consumer = make_half("kv_producer", kv_lease_duration=0.05), make_half("kv_consumer")
+    params = _prefill(producer)[1]
+    _released(producer)
+    return consumer, params, producer
+
+
+def _claim_unreachable(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    return consumer, {**_prefill(producer)[1], "remote_port": 9}, producer
+
+
+def _claim_late(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", claim_timeout=0.2)
+    params = _prefill(producer)[1]
+    mute = socket.create_server(("127.0.0.1", 0))
+    return consumer, {**params, "remote_port": mute.getsockname()[1]}, mute
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stage"), [("gone", _claim_gone), ("unreachable", _claim_unreachable), ("late", _claim_late)]
+)
+def test_a_claim_that_fails_is_counted_once_as_a_claim_and_as_a_prefill_here(make_half, caplog, outcome, stage):
+    consumer, params, other = stage(make_half)
+    request = _make_request("d-1", params)
+    consumer.on_new_request(request)
+    assert _matched(consumer, request) == (0, False)
+    consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 0)
+    seen, deadline = TransferStats(), time.monotonic() + DEADLINE_S
+    while "claims" not in seen.data:  # a late one is given up before its answer is
+        assert time.monotonic() < deadline
+        seen.aggregate(consumer.take_stats() or TransferStats())
+    assert seen.data["claims"] == {outcome: 1}
+    assert seen.data["recomputed"] == {outcome: 1}
+    assert "phase" not in seen.data
+    if outcome == "gone":
+        assert _stats(other, "gone") == {"claim": 1}
+    if outcome == "late":
+        other.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "prompt", "change"), [("parameters", PROMPT, {"remote_port": 0}), ("prompt", PROMPT[::-1], {})]
+)
+def test_an_offer_that_is_not_believed_is_counted_and_logged_with_its_request(
+    make_half, caplog, reason, prompt, change
+):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", pp=2)
+    _, params = _prefill(producer)
+    with caplog.at_level("INFO", logger="kvferry"):
+        consumer.on_new_request(_make_request("d-1", {**params, **change}, prompt))
+    assert _stats(consumer, "recomputed") == {reason: 1}
+    incarnation = params["kvferry"]["incarnation"][:8]
+    at = f"from {incarnation} tp1pp1dp0 at 127.0.0.1:{params['remote_port']} to tp1pp2dp0"
+    assert f"request d-1 ({'at tp1pp2dp0' if change else at})" in caplog.text
+
+
+def test_a_grant_that_is_lost_while_its_request_waits_for_blocks_is_counted(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", hold_timeout=0.1)
+    request = _make_request("d-1", _prefill(producer)[1])
+    consumer.on_new_request(request)
+    assert _matched(consumer, request) == (300, True)
+    assert _released(producer) == ["p-1"]
+    assert _matched(consumer, request) == (0, False)
+    consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 0)
+    assert _stats(consumer, "recomputed") == {"lost": 1}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_failed_is_computed_here_only_if_the_policy_says_so(make_half, policy):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", policy=policy)
+    request = _make_request("d-1", _prefill(producer)[1])
+    consumer.on_new_request(request)
+    _matched(consumer, request)
+    consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
+    consumer.update_connector_output({"d-1", "of another connector"}, {"d-1", "of another connector"})
+    assert _stats(consumer, "recomputed") == ({"failed": 1} if policy == "recompute" else {})
+
+
+@pytest.mark.parametrize("how", ["found locally", "aborted", "not looked at"])
+def test_a_load_that_nobody_needs_is_not_computed_instead(make_half, how):
+    """The last is a request for log probabilities of its prompt: vLLM takes nothing from a cache, nor asks."""
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    request = _make_request("d-1", _prefill(producer)[1])
+    consumer.on_new_request(request)
+    if how == "found locally":
+        _matched(consumer, request, local=300)
+    if how == "aborted":
+        consumer.request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([],))
+    else:
+        consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 0)
+    assert _released(producer) == ["p-1"]
+    assert _stats(consumer, "recomputed") == {}
 
 
 def test_five_hundred_claims_at_once_are_all_granted(make_half):
@@ -229,7 +351,7 @@ def test_a_claimed_prefill_outlives_its_lease_while_the_consumer_lives(make_half
     consumer.on_new_request(request)
     _matched(consumer, request)
     threading.Event().wait(1.0)  # three leases: it is the passing of time that is tested
-    assert producer.build_connector_meta().released == []
+    assert producer.build_connector_meta(None).released == []
     consumer.shutdown()
     assert _released(producer) == ["p-1"]
 
@@ -250,7 +372,7 @@ def test_an_ordinary_request_is_none_of_the_connectors_business(make_half):
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     half.update_state_after_alloc(request, _blocks([1]), 0)
     assert half.request_finished(_finish(request), BLOCKS) == (False, None)
-    metadata = half.build_connector_meta()
+    metadata = half.build_connector_meta(None)
     assert (metadata.loads, metadata.released) == ([], [])
 
 

@@ -5,7 +5,15 @@ Pure data and functions; numpy is the only dependency.
 
 from kvferry.geometry.check import check, compatibility
 from kvferry.geometry.descriptors import Descriptors, descriptors
-from kvferry.geometry.layout import NULL_BLOCK, EngineLayout, Fingerprint, LayerShard, WorkerShards, memory_regions
+from kvferry.geometry.layout import (
+    NULL_BLOCK,
+    EngineLayout,
+    Fingerprint,
+    LayerShard,
+    WorkerShards,
+    layout_label,
+    memory_regions,
+)
 from kvferry.geometry.plan import Piece, ReadPlan, plan
 from kvferry.geometry.span import Span, heads_of_rank
 
@@ -23,6 +31,7 @@ __all__ = [
     "compatibility",
     "descriptors",
     "heads_of_rank",
+    "layout_label",
     "memory_regions",
     "plan",
 ]

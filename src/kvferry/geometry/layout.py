@@ -135,6 +135,11 @@ class Fingerprint:
     software: str
 
 
+def layout_label(tp: int, pp: int, dp_rank: int) -> str:
+    """``EngineLayout.label`` of an engine that cannot be described yet."""
+    return f"tp{tp}pp{pp}dp{dp_rank}"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
     """One engine core: its parallel sizes, its workers and its identity.
@@ -152,6 +157,11 @@ class EngineLayout:
     dp_rank: int
     fingerprint: Fingerprint
     workers: tuple[WorkerShards, ...]
+
+    @property
+    def label(self) -> str:
+        """The parallel sizes in messages to people: ``tp2pp2dp0``."""
+        return layout_label(self.tp, self.pp, self.dp_rank)
 
     def holders(self) -> dict[str, list[tuple[int, LayerShard]]]:
         """For every layer, who holds a part of it: (index into ``workers``, shard)."""

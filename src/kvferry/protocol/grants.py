@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.geometry import NULL_BLOCK
 from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import (
     WAIT_S,
@@ -79,6 +80,11 @@ class Grant:
     consumer: str | None = None
     waiting: dict[str, set[str]] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Blocks that are held, null blocks not counted."""
+        return sum(len(group) - group.count(NULL_BLOCK) for group in self.blocks or ())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
@@ -101,16 +107,25 @@ class Grants:
         incarnation: of this engine core.
         lease: seconds that an unclaimed or unrenewed grant lives.
         clock: monotonic seconds; only differences of it ever leave the process.
+        on_end: called for every grant that has ended, with the seconds that were left of its lease; None when it ended
+            with its lease.
 
     Attributes:
-        expired: how many grants have ended with their lease so far.
+        held_blocks: in all grants together; a block that two of them share counts twice.
     """
 
-    def __init__(self, incarnation: str, lease: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        incarnation: str,
+        lease: float,
+        clock: Callable[[], float],
+        on_end: Callable[[float | None], None] = lambda left: None,  # noqa: ARG005
+    ) -> None:
         self.incarnation = incarnation
         self.lease = lease
-        self.expired = 0
+        self.held_blocks = 0
         self._clock = clock
+        self._on_end = on_end
         # Always in the order of their deadlines: a lease is as long as any other, so the one prolonged last ends last.
         self._grants: dict[str, Grant] = {}
         self._open: dict[str, Grant] = {}
@@ -164,6 +179,7 @@ class Grants:
         grant.blocks, grant.ready = [list(group) for group in blocks], tokens
         grant.deadline = self._clock() + self.lease
         self._grants[grant.name] = grant
+        self.held_blocks += grant.size
         if grant.waiting:
             self._end_unless_awaited(grant)
         self._tell(grant.name)
@@ -180,8 +196,7 @@ class Grants:
             if first.deadline > now:
                 moments.append(first.deadline)
                 break
-            self.expired += 1
-            self._end(first)
+            self._end(first, None)
         while self._until:
             kept = self._until[0]
             if kept.until > now:
@@ -322,11 +337,13 @@ class Grants:
 
     def _end_unless_awaited(self, grant: Grant) -> None:
         if grant.name in self._grants and not any(grant.waiting.values()):
-            self._end(grant)
+            self._end(grant, grant.deadline - self._clock())
 
-    def _end(self, grant: Grant) -> None:
+    def _end(self, grant: Grant, left: float | None) -> None:
         del self._grants[grant.name]
         self._ended.append(grant.request)
+        self.held_blocks -= grant.size
+        self._on_end(left)
         self._tell(grant.name)
 
 

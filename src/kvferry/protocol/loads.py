@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Literal
 
 from kvferry.geometry import Span
 from kvferry.protocol.identity import draw
@@ -29,6 +30,7 @@ class Order:
         grant: what may be read as of now; unless it is complete, the workers follow it.
         local_blocks: block ids by KV cache group, from token 0 on.
         first_token, last_token: half-open range of absolute positions to load.
+        layout: the producer's, as its offer says it, for logs.
     """
 
     request: str
@@ -40,6 +42,7 @@ class Order:
     local_blocks: list[list[int]]
     first_token: int
     last_token: int
+    layout: str = ""
 
 
 class State(Enum):
@@ -160,6 +163,15 @@ class Loads:
             return 0 if load.lost else load.message.tokens
         return None if self._clock() < load.deadline else 0
 
+    def lost(self, request: str) -> Literal["late", "lost"] | None:
+        """Why a request that waits has nothing to load: no answer came in time, or its grant is gone; else None."""
+        load = self._loads.get(request)
+        if load is None or load.state is State.LOADING:
+            return None
+        if load.state is State.GRANTED:
+            return "lost" if load.lost else None
+        return "late" if self._clock() >= load.deadline else None
+
     def start(self, request: str, local_blocks: list[list[int]], tokens: Span) -> Order | None:
         """The blocks to load into are there; returns the workers' order, None when nothing was ever granted.
 
@@ -181,6 +193,7 @@ class Loads:
             local_blocks=local_blocks,
             first_token=tokens.start,
             last_token=tokens.stop,
+            layout=offer.layout,
         )
 
     def drop(self, request: str) -> tuple[Address, Release] | None:
@@ -196,9 +209,9 @@ class Loads:
         del self._loads[request]
         return load.release
 
-    def finished(self, request: str) -> None:
-        """Every worker has reported the request, well or badly."""
-        self._loads.pop(request, None)
+    def finished(self, request: str) -> bool:
+        """Every worker has reported the request, well or badly; returns whether it was one of these."""
+        return self._loads.pop(request, None) is not None
 
     def due(self) -> list[tuple[Address, Renew | Release]]:
         """What to send now: one renewal per producer, and what has waited for blocks for too long."""

@@ -33,6 +33,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Host = Annotated[str, Meta(max_length=255, pattern=r"^[0-9A-Za-z_.:%-]+\Z")]
 Token = Annotated[str, Meta(min_length=16, max_length=64, pattern=r"^[0-9a-f]+\Z")]
 Port = Annotated[int, Meta(ge=1, le=65535)]
+Label = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-z]*\Z")]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 Block = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -68,7 +69,7 @@ class Offer(msgspec.Struct, frozen=True):
     nonce: Token
     tokens: Count | None
     token_hash: Token | None
-    layout: Annotated[str, Meta(max_length=64)] = ""
+    layout: Label = ""
 
     @property
     def address(self) -> Address:

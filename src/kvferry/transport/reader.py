@@ -21,6 +21,7 @@ from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, 
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import WAIT_S, Ack, Address, Follow, Gone, Granted, Held, Hello, Reply, Request, Welcome
+from kvferry.protocol.subject import Subject
 from kvferry.transport.nixl import Agent, Read
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ class Outcome:
         seconds: from order to end.
         post_seconds: spent preparing and posting the reads.
         producer: what was read from; None when contact was never made.
+        phases: seconds of each that there was, in their order: ``connect`` until there was a connection, ``follow``
+            until the prefill had ended where it had not, ``read`` until every handle had ended, ``ack`` until the
+            producer's word.
     """
 
     order: Order
@@ -60,11 +64,12 @@ class Outcome:
     post_seconds: float = 0.0
     producer: EngineLayout | None = None
     reads: tuple[PartRead, ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds: for a producer's description, for a read, for the answer to an acknowledgement.
+    """Seconds: for a producer's description, for a read, for the answer to an acknowledgement, for a prefill to go on.
 
     A read cannot be taken back, so one that is overdue goes on holding its blocks. It is said, and until it ends
     nothing more is read from its producer: what comes meanwhile fails after the handshake's deadline.
@@ -73,6 +78,7 @@ class Deadlines:
     handshake: float = 10.0
     read: float = 60.0
     ack: float = 10.0
+    follow: float = 300.0
 
 
 @dataclass(slots=True)
@@ -81,12 +87,14 @@ class _Peer:
 
     Attributes:
         layout: None until it has answered.
+        since: when it was asked who it is.
         waiting: orders, with the time they came, for which there is no connection yet.
         active: orders being read or acknowledged.
         broken: something failed; once nothing is active it is forgotten, and what waits meets it anew.
     """
 
     address: Address
+    since: float
     layout: EngineLayout | None = None
     plan: ReadPlan = field(default_factory=lambda: ReadPlan({}))
     agents: dict[int, str] = field(default_factory=dict)
@@ -113,6 +121,7 @@ class _Active:
         life: of the grant, when it was read up to token ``at``.
         under_way, ended: its reads.
         following: the producer was asked what else is ready, and has not answered.
+        news_at: when it last said something new.
     """
 
     order: Order
@@ -124,9 +133,17 @@ class _Active:
     post_seconds: float = 0.0
     overdue: bool = False
     following: bool = False
+    news_at: float = 0.0
     under_way: list[_Posted] = field(default_factory=list)
     ended: list[_Posted] = field(default_factory=list)
     failure: str | None = None
+    ends: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase that has ended."""
+        begins = [self.started, *self.ends.values()]
+        return {phase: end - begin for begin, (phase, end) in zip(begins, self.ends.items(), strict=False)}
 
     @property
     def whole(self) -> bool:
@@ -145,6 +162,7 @@ class Reader:
         on_outcome: called on the thread, exactly once for each order.
         deadlines: how long to wait for a producer.
         on_start: called first on the thread, to bind it to a device.
+        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took.
         clock: seconds; only differences of it are used.
         overdue: reads so far that took longer than their deadline.
     """
@@ -155,6 +173,7 @@ class Reader:
     on_outcome: Callable[[Outcome], None]
     deadlines: Deadlines = Deadlines()
     on_start: Callable[[], None] = lambda: None
+    on_contact: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
     clock: Callable[[], float] = time.perf_counter
     overdue: int = field(default=0, init=False)
     # Not a SimpleQueue: in CPython 3.11 its get() with a timeout can wait for ever, when the thread is not run for
@@ -247,7 +266,7 @@ class Reader:
 
     def _meet(self, order: Order) -> _Peer:
         self._forget_idle(order.address)
-        peer = self._peers[order.incarnation] = _Peer(order.address)
+        peer = self._peers[order.incarnation] = _Peer(order.address, self.clock())
         incarnation = order.incarnation
 
         def on_reply(reply: Reply | None) -> None:
@@ -267,6 +286,7 @@ class Reader:
             for active in actives:
                 self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
             return
+        self.on_contact(self.clock() - peer.since)
         for active in actives:
             self._advance(active)
 
@@ -299,6 +319,8 @@ class Reader:
 
     def _advance(self, active: _Active) -> None:
         """Do what can be done for an order now: read what is ready, ask for the rest, or say that it has ended."""
+        if "connect" not in active.ends:
+            active.ends["connect"] = active.news_at = self.clock()
         if active.failure is None:
             self._post(active)
         if active.failure is None and not active.grant.complete and not active.following:
@@ -351,11 +373,21 @@ class Reader:
         if active.failure is not None:
             return
         if isinstance(reply, Granted):
-            active.grant = reply
+            self._heard(active, reply)
         else:
             why = reply.reason if isinstance(reply, Gone) else f"no answer within {self.deadlines.ack:g} s"
             active.failure = f"the producer does not go on with the prefill: {why}"
         self._advance(active)
+
+    def _heard(self, active: _Active, reply: Granted) -> None:
+        """How far the prefill is. One that stands still may be waiting for the blocks that this load holds here."""
+        now, before, active.grant = self.clock(), active.grant, reply
+        if (reply.life, reply.ready) != (before.life, before.ready):
+            active.news_at = now
+        elif now - active.news_at > self.deadlines.follow:
+            active.failure = f"the prefill has not gone on for {self.deadlines.follow:g} s"
+        if reply.complete:
+            active.ends["follow"] = now
 
     def _poll(self) -> None:
         for active in list(self._reading):
@@ -388,8 +420,9 @@ class Reader:
             active.overdue = peer.broken = True
             self.overdue += 1
             logger.warning(
-                "the read for request %s from %s:%d has not ended after %g s; its blocks stay held until it does",
-                *(active.order.request, *peer.address, self.deadlines.read),
+                "the read for %s has not ended after %g s; its blocks stay held until it does",
+                Subject(active.order.request, self.layout.label, active.order),
+                self.deadlines.read,
             )
         if peer.broken:
             late = [waiting for waiting in peer.waiting if now - waiting[1] > self.deadlines.handshake]
@@ -398,6 +431,7 @@ class Reader:
                 self._fail(self._activate(peer, order, began), "an earlier read from this producer does not end")
 
     def _acknowledge(self, active: _Active) -> None:
+        active.ends["read" if "connect" in active.ends else "connect"] = self.clock()
         order = active.order
 
         def on_reply(reply: Reply | None) -> None:
@@ -425,8 +459,9 @@ class Reader:
             for waiting in peer.waiting:
                 self._begin(*waiting)
         parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
-        seconds = self.clock() - active.started
-        self.on_outcome(Outcome(order, active.failure, seconds, active.post_seconds, peer.layout, parts))
+        active.ends["ack"] = self.clock()
+        seconds = active.ends["ack"] - active.started
+        self.on_outcome(Outcome(order, active.failure, seconds, active.post_seconds, peer.layout, parts, active.phases))
 
     @staticmethod
     def _parts(active: _Active, layout: EngineLayout) -> Iterator[PartRead]:

@@ -94,8 +94,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        output = connector_output
         self._scheduler.update_connector_output(
-            connector_output.finished_recving, connector_output.kv_connector_worker_meta
+            output.finished_recving, output.failed_recving, output.kv_connector_worker_meta
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -161,7 +162,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        return TransferStats(data)
+        # For the log line, which has nothing to say of a layout: an interval in which only that was told is empty.
+        return TransferStats({key: series for key, series in (data or {}).items() if key != "layout"})
 
     @classmethod
     def build_prom_metrics(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.network_utils import get_ip
 
 from kvferry.errors import ParamsError
-from kvferry.geometry import EngineLayout, Span, compatibility
+from kvferry.geometry import EngineLayout, Span, compatibility, layout_label
 from kvferry.protocol.authentication import SECRET_VARIABLE, Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
@@ -23,22 +23,27 @@ from kvferry.protocol.messages import (
     Address,
     Claim,
     Gone,
+    Granted,
     Hello,
     Offer,
     Release,
+    Renewed,
     Reply,
     Request,
     Transfer,
+    Waiting,
     Welcome,
     encode,
 )
+from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener, Respond
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
-from kvferry.vllm.metrics import TransferStats
+from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.progress import News, Progress
 from kvferry.vllm.settings import Settings, read_seal
+from kvferry.vllm.tracing import Headers, spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,6 +85,12 @@ class Edges:
     connect: Callable[..., Client] = Client
 
 
+def layout_of(config: VllmConfig) -> str:
+    """The label of this engine core's layout."""
+    parallel = config.parallel_config
+    return layout_label(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_index)
+
+
 class Producer:
     """Grants finished prefills, and answers whoever claims them.
 
@@ -87,31 +98,47 @@ class Producer:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges) -> None:
+    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges, tally: Tally) -> None:
         parallel = config.parallel_config
         self._config = config
         self._settings = settings
+        self._tally = tally
+        self._layout = layout_of(config)
         self._welcome = encode(STARTING)
-        self._grants = Grants(incarnation, settings.kv_lease_duration, edges.clock)
+        self._grants = Grants(incarnation, settings.kv_lease_duration, edges.clock, self._ended)
         self._progress = Progress()
-        self._expired_seen = 0
         self._lock = threading.Lock()
         bind = settings.side_channel_host or get_ip()
         port = settings.side_channel_port and settings.side_channel_port + parallel.data_parallel_index
         self._listener = edges.listen(bind, port, self._answer, self._tick)
         self.address: Address = (get_ip() if bind in ("0.0.0.0", "::", "*") else bind, self._listener.port)
-        logger.info("KVFerry listens on %s:%d as incarnation %s", *self.address, incarnation)
+        logger.info("KVFerry listens on %s:%d as incarnation %s, %s", *self.address, incarnation, self._layout)
 
     def describe(self, layout: EngineLayout) -> None:
-        """From now on ``Hello`` is answered with this."""
+        """From now on ``Hello`` is answered with this, and it is said where."""
+        self._tally.add("side_channel", 1, "{}@{}:{}".format(self._grants.incarnation, *self.address))
         self._welcome = encode(Welcome(layout))
 
     def _answer(self, message: Request, respond: Respond) -> bytes | None:
         if isinstance(message, Hello) and message.incarnation == self._grants.incarnation:
             return self._welcome
         with self._lock:
-            reply = self._grants.answer(message, lambda reply: respond(encode(reply)))
-        return None if reply is None else encode(reply)
+            reply = self._grants.answer(message, lambda reply: respond(self._counted(message, reply)))
+        return None if reply is None else self._counted(message, reply)
+
+    def _counted(self, message: Request, reply: Reply) -> bytes:
+        """An answer as it is sent; refusals are counted."""
+        refused = len(reply.gone) if isinstance(reply, Renewed) else isinstance(reply, Gone)
+        if refused:
+            self._tally.add("gone", refused, type(message).__name__.lower())
+        return encode(reply)
+
+    def _ended(self, left: float | None) -> None:
+        if left is None:
+            self._tally.add("num_kv_expired_reqs")
+        else:
+            self._tally.add("lease_left", left)
+        self._tally.add("held_blocks", self._grants.held_blocks)
 
     def _tick(self) -> float | None:
         with self._lock:
@@ -162,9 +189,8 @@ class Producer:
         self._progress.forget(request.request_id)
         with self._lock:
             grant = self._grants.offer(request.request_id, blocks, tokens, token_hash)
+            self._tally.add("held_blocks", self._grants.held_blocks)
         host, port = self.address
-        parallel = self._config.parallel_config
-        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_index)
         return Offer(
             host=host,
             port=port,
@@ -174,26 +200,34 @@ class Producer:
             nonce=grant.nonce,
             tokens=tokens,
             token_hash=token_hash,
-            layout="tp{}pp{}dp{}".format(*sizes),
+            layout=self._layout,
         )
 
     def take_released(self) -> list[str]:
         with self._lock:
             return self._grants.take_ended()
 
-    def take_expired(self) -> int:
-        """How many leases have run out since the last call."""
-        seen, self._expired_seen = self._expired_seen, self._grants.expired
-        return self._expired_seen - seen
-
     def close(self) -> None:
         self._listener.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A claim under way: what it is about, where it goes, since when, and the headers of its request's trace."""
+
+    subject: Subject
+    address: Address
+    claim: Claim
+    since: float
+    trace: Headers | None
 
 
 class Consumer:
     """Claims what requests are offered, and keeps it claimed until the workers have read it."""
 
-    def __init__(self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges) -> None:
+    def __init__(
+        self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges, tally: Tally
+    ) -> None:
         parallel = config.parallel_config
         readers = [
             worker_name(pp_rank, tp_rank)
@@ -202,6 +236,10 @@ class Consumer:
         ]
         self._settings = settings
         self._seal = seal
+        self._tally = tally
+        self._clock = edges.clock
+        self._layout = layout_of(config)
+        self._recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._loads = Loads(incarnation, readers, settings.claim_timeout, settings.hold_timeout, edges.clock)
         self._lock = threading.Lock()
         self._client = edges.connect("kvferry-claims", self._tick)
@@ -212,36 +250,58 @@ class Consumer:
         try:
             offer = Offer.from_params(request.kv_transfer_params or {}, self._seal)
         except ParamsError as error:
-            self._warn(request, str(error))
+            self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
             return
+        subject = Subject(request.request_id, self._layout, offer)
         tokens = request.num_prompt_tokens if offer.tokens is None else offer.tokens
         token_hash = identity_of(request, tokens)
         if token_hash is None or offer.token_hash not in (None, token_hash):
-            self._warn(request, "the offered KV cache was computed from another prompt")
+            self._refuse(subject, "prompt", "the offered KV cache was computed from another prompt")
             self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
             return
-        request_id = request.request_id
         with self._lock:
-            claim = self._loads.begin(request_id, offer, tokens, token_hash)
-        self._send(request_id, offer.address, claim)
+            claim = self._loads.begin(request.request_id, offer, tokens, token_hash)
+        self._send(_Asked(subject, offer.address, claim, self._clock(), request.trace_headers))
 
-    def _send(self, request_id: str, address: Address, claim: Claim) -> None:
-        timeout = self._settings.claim_timeout + (WAIT_S if claim.ahead else 0.0)
-        self._client.send(address, claim, timeout, lambda reply: self._claimed(request_id, address, reply))
+    def _send(self, asked: _Asked) -> None:
+        timeout = self._settings.claim_timeout + (WAIT_S if asked.claim.ahead else 0.0)
+        self._client.send(asked.address, asked.claim, timeout, partial(self._claimed, asked))
 
-    def _claimed(self, request_id: str, address: Address, reply: Reply | None) -> None:
+    def _claimed(self, asked: _Asked, reply: Reply | None) -> None:
+        request_id, seconds = asked.subject.request, self._clock() - asked.since
         with self._lock:
             # Without an answer the claim may have arrived all the same.
             dropped = self._loads.drop(request_id) if reply is None else None
-            next_step = self._loads.claimed(request_id, reply) if reply is not None else None
-        if isinstance(next_step, Claim):
-            self._send(request_id, address, next_step)
+            why = self._loads.claimed(request_id, reply) if reply is not None else None
+        if isinstance(why, Claim):
+            self._send(asked)
             return
         if dropped:
             self._release(*dropped)
-            next_step = f"no answer to the claim from {address[0]}:{address[1]}"
-        if next_step:
-            logger.info("request %s is prefilled here: %s", request_id, next_step)
+            why = "no answer to the claim"
+        outcome = self._outcome(asked, reply, seconds)
+        if why:
+            self._tally.add("recomputed", label=outcome)
+            logger.info("%s is prefilled here: %s", asked.subject, why)
+        self._tally.add("claims", label=outcome)
+        if outcome == "granted":
+            self._tally.add("phase", seconds, "claim")
+        if asked.trace:
+            spans(asked.trace, asked.subject, {"claim": seconds}, None if outcome == "granted" else outcome)
+
+    def _outcome(self, asked: _Asked, reply: Reply | None, seconds: float) -> str:
+        """What became of a claim, as a label."""
+        match reply:
+            case Granted(tokens=tokens) if tokens >= asked.claim.tokens:
+                return "granted"
+            case Gone():
+                return "gone"
+            case Waiting():
+                return "late"
+            case None:
+                return "late" if seconds >= self._settings.claim_timeout else "unreachable"
+            case _:
+                return "invalid"
 
     def _tick(self) -> float | None:
         with self._lock:
@@ -266,7 +326,7 @@ class Consumer:
     def allocated(self, request: EngineRequest, blocks: KVCacheBlocks, tokens: int) -> Order | None:
         """Blocks for ``tokens`` more tokens are there; the order for the workers, None when nothing is to be loaded."""
         if tokens == 0:
-            self.dropped(request)
+            self._unneeded(request)
             return None
         with self._lock:
             available = self._loads.available(request.request_id) or 0
@@ -281,17 +341,28 @@ class Consumer:
         if dropped:
             self._release(*dropped)
 
-    def loaded(self, request_id: str) -> None:
-        """All workers have reported."""
+    def _unneeded(self, request: EngineRequest) -> None:
+        """The scheduler loads nothing (more): all of the prompt is here, or the grant came too late or is gone."""
         with self._lock:
-            self._loads.finished(request_id)
+            lost = self._loads.lost(request.request_id)
+        if lost:
+            self._tally.add("recomputed", label=lost)
+        self.dropped(request)
+
+    def loaded(self, request_id: str, failed: bool) -> None:
+        """All workers have reported, and some perhaps a failure."""
+        with self._lock:
+            ours = self._loads.finished(request_id)
+        if ours and failed and self._recomputes:
+            self._tally.add("recomputed", label="failed")
 
     def _release(self, address: Address, message: Release) -> None:
         self._client.send(address, message, self._settings.handshake_timeout, lambda _: None)
 
-    def _warn(self, request: EngineRequest, why: str) -> None:
+    def _refuse(self, subject: Subject, reason: str, why: str) -> None:
+        self._tally.add("recomputed", label=reason)
         log = logger.info if self._warned else logger.warning
-        log("request %s is prefilled here: %s", request.request_id, why)
+        log("%s is prefilled here: %s", subject, why)
         self._warned = True
 
     def close(self) -> None:
@@ -319,11 +390,12 @@ class SchedulerHalf:
         self._settings = settings
         self._incarnation = draw()
         self._orders: list[Order] = []
-        self._unsaid: str | None = None
+        self._traces: dict[str, Headers] = {}
+        self._tally = Tally()
         transfer = config.kv_transfer_config
-        self._producer = Producer(config, settings, self._incarnation, edges) if transfer.is_kv_producer else None
-        parts = (config, settings, self._seal, self._incarnation, edges)
-        self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
+        parts = (self._incarnation, edges, self._tally)
+        self._producer = Producer(config, settings, *parts) if transfer.is_kv_producer else None
+        self._consumer = Consumer(config, settings, self._seal, *parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""
@@ -339,7 +411,7 @@ class SchedulerHalf:
             fingerprint=fingerprint(self._config, self._settings.model_id),
             workers=tuple(workers),
         )
-        self._unsaid = compatibility(layout)
+        self._tally.add("layout", 1, compatibility(layout))
         if self._producer:
             self._producer.describe(layout)
 
@@ -358,28 +430,26 @@ class SchedulerHalf:
         order = self._consumer.allocated(request, blocks, external_tokens) if self._consumer else None
         if order:
             self._orders.append(order)
+            if request.trace_headers:
+                self._traces[order.request] = dict(request.trace_headers)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         orders, self._orders = self._orders, []
+        traces, self._traces = self._traces, {}
         if self._producer is None:
-            return StepMetadata(orders)
-        return StepMetadata(orders, self._producer.take_released(), self._producer.scheduled(output))
+            return StepMetadata(orders, traces=traces)
+        return StepMetadata(orders, self._producer.take_released(), traces, self._producer.scheduled(output))
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
-        stats = TransferStats()
-        stats.count("num_kv_expired_reqs", self._producer.take_expired() if self._producer else 0)
-        if self._unsaid:
-            stats.describe(self._unsaid)
-            self._unsaid = None
-        return None if stats.is_empty() else stats
+        return self._tally.take()
 
-    def update_connector_output(self, finished_recving: set[str] | None, executed: object = None) -> None:
+    def update_connector_output(self, finished: set[str] | None, failed: set[str], executed: object = None) -> None:
         if self._producer and isinstance(executed, Executed):
             self._producer.executed(executed.step)
-        for request_id in finished_recving or ():
+        for request_id in finished or ():
             if self._consumer:
-                self._consumer.loaded(request_id)
+                self._consumer.loaded(request_id, request_id in failed)
 
     def request_finished(
         self, request: EngineRequest, blocks: tuple[list[int], ...]

@@ -28,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_lease_duration: seconds that a finished prefill is held without a claim, or a claim without renewal.
         claim_timeout: seconds a decode request waits for the producer's answer before it is computed locally.
         hold_timeout: seconds a claimed prefill may wait for blocks at the decode side before it is given back and the
-            prompt computed there.
+            prompt computed there; and seconds that blocks there may wait for a prefill under way that does not go on.
         handshake_timeout: seconds a worker waits for a producer's description of itself.
         read_timeout: seconds after which a read that has not ended is called overdue: it is logged and counted, nothing
             more is read from its producer meanwhile, and its blocks stay held until it does end.

@@ -14,14 +14,17 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvferry.geometry import EngineLayout, WorkerShards
 from kvferry.protocol.identity import draw
+from kvferry.protocol.loads import Order
+from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.transport.nixl import Agent
 from kvferry.transport.reader import Deadlines, Outcome, Reader
 from kvferry.vllm.cache_view import shards_of
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
-from kvferry.vllm.metrics import TransferStats
+from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.settings import Settings, read_seal
+from kvferry.vllm.tracing import Headers, spans
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +56,9 @@ class WorkerHalf:
         self._released: set[str] = set()
         self._step: int | None = None
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self._stats = TransferStats()
+        self._here = self._name = ""
+        self._tally = Tally()
+        self._traces: dict[str, Headers] = {}
         self._overdue = 0
         self._warned: set[str] = set()
         self._log_path = os.environ.get(TRANSFER_LOG)
@@ -69,17 +74,22 @@ class WorkerHalf:
         self._overdue = 0
         shards = shards_of(kv_caches, self._kv_cache_config, self._config, self._tp_rank)
         layout = self._layout(shards)
+        self._here, self._name = layout.label, layout.workers[0].name
         self._client = Client("kvferry-acks", seal=self._seal)
         device = next(iter(kv_caches.values())).device
         self._reader = Reader(
             layout=layout,
             make_agent=self._make_agent,
             ask=self._client.send,
-            on_outcome=self._outcomes.put,
+            on_outcome=self._ended,
             deadlines=Deadlines(
-                self._settings.handshake_timeout, self._settings.read_timeout, self._settings.ack_timeout
+                self._settings.handshake_timeout,
+                self._settings.read_timeout,
+                self._settings.ack_timeout,
+                self._settings.hold_timeout,
             ),
             on_start=lambda: _bind(device),
+            on_contact=lambda seconds: self._tally.add("first_contact", seconds),
         )
         metadata = self._reader.start()
         self._handshake = Handshake(WorkerShards(self._pp_rank, self._tp_rank, shards, metadata))
@@ -108,6 +118,7 @@ class WorkerHalf:
         return self._handshake
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
+        self._traces |= metadata.traces
         for order in metadata.loads:
             assert self._reader is not None, "vLLM registers the KV cache before the first step"
             self._reader.submit(order)
@@ -119,6 +130,17 @@ class WorkerHalf:
         step, self._step = self._step, None
         return None if step is None else Executed(step)
 
+    def _ended(self, outcome: Outcome) -> None:
+        """On the transfer thread."""
+        self._outcomes.put(outcome)
+        order = outcome.order
+        headers = self._traces.pop(order.request, None)
+        if headers:
+            spans(headers, self._subject(order), outcome.phases, outcome.failure, worker=self._name)
+
+    def _subject(self, order: Order) -> Subject:
+        return Subject(order.request, self._here, order)
+
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Everything that ended since the last call, each request once."""
         released, self._released = self._released, set()
@@ -129,27 +151,24 @@ class WorkerHalf:
             results.finished_recving.add(request)
             if outcome.failure:
                 results.failed_recving.add(request)
-                self._warn(request, outcome.failure)
-            self._stats.record(outcome)
+                self._warn(outcome.order, outcome.failure)
+            self._tally.record(outcome)
             self._log(outcome)
         return results
 
-    def _warn(self, request: str, failure: str) -> None:
+    def _warn(self, order: Order, failure: str) -> None:
         """An incompatible pair fails every request for the same reasons: they are worth one warning."""
         log = logger.info if failure in self._warned else logger.warning
-        log("loading the KV cache of request %s failed: %s", request, failure)
+        log("loading the KV cache of %s failed: %s", self._subject(order), failure)
         if len(self._warned) < MAX_REASONS:
             self._warned.add(failure)
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""
-        if self._reader is not None:
-            self._stats.count("num_overdue_reads", self._reader.overdue - self._overdue)
+        if self._reader is not None and self._reader.overdue != self._overdue:
+            self._tally.add("overdue_reads", self._reader.overdue - self._overdue)
             self._overdue = self._reader.overdue
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, TransferStats()
-        return stats
+        return self._tally.take()
 
     def _log(self, outcome: Outcome) -> None:
         if not self._log_path:
