@@ -113,12 +113,14 @@ def pair(fleet: Fleet) -> tuple[Instance, Instance]:
     return fleet.pair("qwen2", "pp=2", "dp=2")
 
 
-@pytest.fixture(scope="module")
-def gateway(pair: tuple[Instance, Instance], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["--no-streaming", "--streaming"])
+def gateway(
+    pair: tuple[Instance, Instance], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[str]:
     producer, consumer = pair
     with Supervisor(tmp_path_factory.mktemp("gateway")) as supervisor:
         [port] = free_ports(1)
-        yield start_gateway(supervisor, [producer.spec], [consumer.spec], port, lambda *_: None)
+        yield start_gateway(supervisor, [producer.spec], [consumer.spec], port, lambda *_: None, [request.param])
 
 
 @pytest.mark.parametrize(
