@@ -32,8 +32,9 @@ LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package 
 MODULES = sorted(SOURCE.rglob("*.py"))
 PROBE = """
 import json, sys, threading
-import kvferry.vllm.connector
-modules = sorted(name for name in sys.modules if name.partition(".")[0].startswith("nixl"))
+sys.modules["opentelemetry"] = None  # as if it were not installed
+import kvferry.vllm.connector, kvferry.vllm.scheduler
+modules = sorted(name for name in sys.modules if name.startswith(("nixl", "opentelemetry.")))
 names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 print(json.dumps([modules, names]))
 """
@@ -104,7 +105,7 @@ def test_pure_packages_stay_pure(package: str, allowed: set[str]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_importing_the_connector_starts_nothing() -> None:
-    """vLLM imports it in the API server too: no NIXL is loaded and no thread is started."""
+    """vLLM imports it in the API server too: no NIXL is loaded, no OpenTelemetry wanted and no thread started."""
     if not (SOURCE / "vllm" / "connector.py").exists():
         pytest.skip("there is no kvferry.vllm.connector yet")
     result = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=100, check=False)
