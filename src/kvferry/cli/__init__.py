@@ -2,7 +2,7 @@
 
 import typer
 
-from kvferry.cli import demo, doctor, down, gateway, logs, plan, scale, status, up, verify
+from kvferry.cli import demo, doctor, down, gateway, logs, plan, render, scale, status, up, verify
 
 app = typer.Typer(
     name="kvferry",
@@ -16,11 +16,12 @@ app.command(epilog=status.EXAMPLE)(status.status)
 app.command(epilog=logs.EXAMPLE)(logs.logs)
 app.command(epilog=scale.EXAMPLE)(scale.scale)
 app.command(epilog=down.EXAMPLE)(down.down)
+app.command(epilog=render.EXAMPLE)(render.render)
 app.command(epilog=verify.EXAMPLE)(verify.verify)
 app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.command(epilog=gateway.EXAMPLE)(gateway.gateway)
 app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
-app.command()(plan.plan)
+app.command(epilog=plan.EXAMPLE)(plan.plan)
 
 
 def main() -> None:

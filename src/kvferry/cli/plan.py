@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
-from kvferry.cli.console import BAD_INPUT, err, out, reported_errors
+from kvferry.cli.console import BAD_INPUT, err, reported_errors
 from kvferry.cli.grouping import grouped, inclusive, numbered
 from kvferry.cli.picture import picture_format, save_picture
 from kvferry.cli.units import amount, duration
@@ -20,6 +22,7 @@ from kvferry.errors import SpecError
 TOKENS_LIMIT = 10_000_000
 BLOCK_LIMIT = 4096
 ASSUMED_GBPS = 100.0
+EXAMPLE = "Example: kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8 --picture reads.svg"
 
 
 def plan(
@@ -46,10 +49,6 @@ def plan(
     """Say whether a pair of layouts works, what each rank holds, who reads what from whom, and how long it takes.
 
     Nothing is started. Exit code 2 if the pair cannot work, with every reason.
-
-    Example:
-
-    kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8 --picture reads.svg --picture reads.png
     """
     with reported_errors():
         question = _question(tokens, block_size, dtype, gbps, measured)
@@ -62,7 +61,7 @@ def plan(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     elif answer.plan:
-        _show(answer.plan, _name(model))
+        Console(highlight=False).print(screen(answer.plan, _name(model)))
     for reason in answer.reasons:
         err.print(f"kvferry: this pair cannot work: {reason}", markup=False)
     if not answer.works:
@@ -101,19 +100,21 @@ def _name(model: Path) -> str:
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 
 
-def _show(planned: Plan, name: str) -> None:
-    out.print(f"[green]This pair works:[/green] {planned.prefill.layout}  ->  {planned.decode.layout}")
-    out.print(
-        f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
-        f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens"
+def screen(planned: Plan, name: str) -> Group:
+    """A plan for people; `name` is the model's."""
+    pair = Text(f"{_short(planned.prefill.layout)}  ->  {_short(planned.decode.layout)}")
+    return Group(
+        Text("This pair works: ", style="green") + pair,
+        Text(
+            f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
+            f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens."
+        ),
+        _memory_table(planned.prefill, planned.decode, name),
+        _reads_table(planned),
+        *map(Text, _totals_lines(planned)),
+        _alternatives_table(planned),
+        *(Text(f"Note: {note}.", style="dim") for note in planned.notes),
     )
-    out.print(_memory_table(planned.prefill, planned.decode, name))
-    out.print(_reads_table(planned))
-    for line in _totals_lines(planned):
-        out.print(line, markup=False)
-    out.print(_alternatives_table(planned))
-    for note in planned.notes:
-        out.print(f"[dim]Note: {note}.[/dim]")
 
 
 def _memory_table(prefill: Side, decode: Side, name: str) -> Table:

@@ -147,11 +147,14 @@ def _demo(given: str | None, options: Mapping[str, Any]) -> Manifest:
 
 
 def _print_script(manifest: Manifest) -> None:
-    from kvferry.cluster.preparation import as_script, prepare
+    from kvferry.cluster.preparation import prepare
+    from kvferry.cluster.recipes import shell
+    from kvferry.cluster.recipes.processes import recipe
 
     # Keys of its own: a cluster of that name may be running, and its instances read their secret again when restarted.
     state = StateDirectory(f"{manifest.name}.by-hand")
-    typer.echo(as_script(prepare(manifest, state), state), nl=False)
+    prepared = prepare(manifest, state, fresh_secret=state.secret)
+    typer.echo(shell.script(recipe(prepared, state.path, state.admin_key, os.environ), os.environ), nl=False)
 
 
 def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
@@ -163,7 +166,7 @@ def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
         raise SpecError(str(error)) from error
     try:
         with one_at_a_time(state.root):
-            prepared: Prepared = prepare(manifest, state)
+            prepared: Prepared = prepare(manifest, state, fresh_secret=state.secret)
             state.write_record(Record(os.getpid(), prepared.ports, prepared.devices))
         state.write_keys()
         if detach:
