@@ -6,9 +6,12 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import out, reported_errors
+from kvferry.cli.console import examples, out, reported_errors
 
-EXAMPLE = "Example: kvferry render systemd cluster.yaml --output /etc/kvferry/llama"
+EXAMPLE = examples(
+    "kvferry render just cluster.yaml",
+    "kvferry render systemd cluster.yaml --output /etc/kvferry/llama",
+)
 
 
 class Format(StrEnum):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, out, reported_errors
+from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, examples, out, reported_errors
 from kvferry.cluster.flags import Flags, from_arguments
 from kvferry.cluster.manifest import Manifest, Router, parse, read_yaml
 from kvferry.cluster.state import Record, StateDirectory, one_at_a_time
@@ -23,9 +23,11 @@ POLL_S = 0.5
 READY = b"serving"
 LAST_LINES = 5
 Serving = Callable[[str], None]
-EXAMPLE = (
-    "Examples: kvferry up ~/models/Llama-3.1-70B --prefill tp=2,pp=2 --decode tp=4,dp=2 --prefill-replicas 2 "
-    "-- --max-model-len 32768  |  kvferry up cluster.yaml --detach  |  kvferry up --demo"
+EXAMPLE = examples(
+    "kvferry up ~/models/Llama-3.1-70B --prefill tp=2,pp=2 --decode tp=4,dp=2",
+    "kvferry up MODEL --prefill-replicas 2 -- --max-model-len 32768",
+    "kvferry up cluster.yaml --detach",
+    "kvferry up --demo",
 )
 LAYOUT_HELP = "Layout of {}, such as tp=2,pp=2,dp=1; what is not named is 1."
 ARG_HELP = "vLLM flags for {} only, as '--max-num-seqs 64'; may be repeated."
