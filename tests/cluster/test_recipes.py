@@ -86,6 +86,16 @@ def test_the_secret_is_named_only_where_there_is_a_file_for_it(tmp_path: Path, m
     assert not any("secret.env" in text for kind in files.FORMATS.values() for text in kind(named).values())
 
 
+def test_vllm_router_is_kept_from_proxies_and_has_no_key(tmp_path: Path) -> None:
+    pytest.importorskip("vllm_router", reason="vllm-router is not installed")
+    made = _made(tmp_path, router="vllm-router")
+    assert made.admin_key is None
+    assert made.front.name == "vllm-router"
+    assert "https_proxy" in made.front.without
+    for kind in files.FORMATS.values():
+        assert not any("admin-key" in text for text in kind(made).values())
+
+
 # just
 
 

@@ -101,8 +101,8 @@ def _program(path: str) -> str:
 
 def _files(recipe: Recipe, process: Process) -> list[Path]:
     """What of the host a process reads."""
-    secret = [recipe.secret_file] if recipe.secret_file else []
-    return [*secret, _whole(recipe.model)] if process.role else [*secret, recipe.admin_key]
+    files = (recipe.secret_file, _whole(recipe.model) if process.role else recipe.admin_key)
+    return [file for file in files if file is not None]
 
 
 def _whole(model: Path) -> Path:

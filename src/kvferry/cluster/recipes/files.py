@@ -38,7 +38,7 @@ def write(manifest: Manifest, kind: str, directory: Path, replace: bool) -> list
         raise SpecError(f"{there[0]} is there already; --force replaces it")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        keys = [_key(made.admin_key, "")]
+        keys = [_key(made.admin_key, "")] if made.admin_key else []
         if made.secret_file is None:
             keys.append(_key(directory / SECRET_ENV, f"{SECRET_VARIABLE}="))
         for path, text in texts.items():

@@ -44,7 +44,7 @@ class Recipe:
     Attributes:
         directory: where the files of the recipe will be; absolute.
         secret_file: what the manifest names; where it names none, the processes get ``KVFERRY_SECRET``.
-        admin_key: the file with the key of the gateway's ``/admin``.
+        admin_key: the file with the key of the gateway's ``/admin``; None where there is no gateway.
         model: its directory.
         cpu: whether vLLM runs on processors.
     """
@@ -54,7 +54,7 @@ class Recipe:
     url: str
     directory: Path
     secret_file: Path | None
-    admin_key: Path
+    admin_key: Path | None
     model: Path
     cpu: bool
     instances: tuple[Process, ...]
@@ -78,7 +78,7 @@ def recipe(prepared: Prepared, directory: Path, admin_key: Path, base: Mapping[s
         prepared.front.url,
         directory,
         allocator.secret,
-        admin_key,
+        admin_key if allocator.manifest.router is Router.GATEWAY else None,
         allocator.model,
         allocator.machine.cpu,
         tuple(_instance(prepared, member, base) for member in prepared.members),
