@@ -21,14 +21,14 @@ def _help(*command: str, columns: int = 80) -> Result:
 def test_help_has_an_example_that_the_command_takes(command: str) -> None:
     """It names options that there are; what it would do is not tried."""
     text = _help(command).stdout
-    _, _, examples = text.replace("Examples:", "Example:").partition("\n  Example:\n")
+    described, _, examples = text.replace("Examples:", "Example:").partition("\n  Example:\n")
     lines = examples.splitlines()
     assert lines
     for line in lines:
         words = shlex.split(line.partition("  (")[0].strip() or line)
         assert words[:2] == ["kvferry", command]
         for word in words[: words.index("--")] if "--" in words else words:
-            assert not word.startswith("--") or f"{word} " in text.partition("Options:")[2]
+            assert not word.startswith("--") or f"{word} " in described.partition("Options:")[2]
 
 
 @pytest.mark.parametrize("columns", [80, 120])
