@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -233,8 +233,8 @@ def metrics() -> str:
         "# Metrics\n",
         "## Instances\n",
         "On `/metrics` of each vLLM instance, with vLLM's own labels `model_name` and `engine`. Histograms come as "
-        "`_bucket`, `_sum` and `_count`, counters with `_total` at their end.\n",
-        table(("metric", "kind", ""), list(connector_metrics())),
+        "`_bucket`, `_sum` and `_count`.\n",
+        table(("metric", "kind", "own label", ""), list(connector_metrics())),
         "## The gateway\n",
         "On `/metrics` of `kvferry gateway`; the sum over its worker processes.\n",
         table(("metric", "kind", "labels", ""), sorted(of_gateway())),
@@ -244,29 +244,36 @@ def metrics() -> str:
 
 def connector_metrics() -> Iterator[Row]:
     """From the constants of kvferry/vllm/metrics.py, without loading vLLM."""
-    for name, value in constants(SOURCE / "kvferry" / "vllm" / "metrics.py").items():
-        if isinstance(value, Mapping):
-            kind = name.lower().rstrip("s")
-            yield from ((f"`{entry[0]}`", kind, entry[1]) for entry in value.values())
-        elif isinstance(value, str) and ":" in value:
-            yield (
-                f"`{value}`",
-                "gauge",
-                "Its label `fingerprint` says what the engine's KV cache is compatible with",
-            )
+    for constant, value in constants(SOURCE / "kvferry" / "vllm" / "metrics.py").items():
+        if isinstance(value, str):
+            yield f"`{value}`", "gauge", "`fingerprint`", "Engines with one fingerprint can load from each other"
+        for entry in value.values() if isinstance(value, Mapping) else ():
+            if isinstance(entry, tuple):
+                name, text, kind, label = entry[0], entry[1], constant.lower().rstrip("s"), ""
+            else:
+                name, text, kind, label = entry.name, entry.text, entry.kind.__name__.lower(), _label(entry)
+            yield f"`{name}{'_total' if kind == 'counter' else ''}`", kind, label, text
+
+
+def _label(metric: Any) -> str:
+    """A metric's own label, with all that it can be."""
+    values = ", ".join(f"`{value}`" for value in metric.values)
+    return f"`{metric.label}`{f': {values}' if values else ''}" if metric.label else ""
 
 
 def constants(module: Path) -> dict[str, Any]:
-    """What a module assigns in capital letters at its top."""
-    wanted = [
-        node
-        for node in ast.parse(module.read_text()).body
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        or (isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("vllm", "kvferry.vllm")))
-    ]
-    space: dict[str, Any] = {}
-    exec(compile(ast.Module(wanted, []), str(module), "exec"), space)
-    return {name: value for name, value in space.items() if name.isupper() and not name.startswith("_")}
+    """What a module assigns in capital letters at its top: metrics, and names of metrics."""
+
+    def wanted(node: ast.stmt) -> bool:
+        if isinstance(node, ast.ImportFrom):
+            return not str(node.module).startswith(("vllm", "kvferry.vllm"))
+        return isinstance(node, ast.Import | ast.Assign) or (isinstance(node, ast.ClassDef) and not node.bases)
+
+    nodes = [node for node in ast.parse(module.read_text()).body if wanted(node)]
+    made = sys.modules["documented"] = ModuleType("documented")  # dataclasses look up the module that they are in
+    exec(compile(ast.Module(nodes, []), str(module), "exec"), vars(made))
+    public = {name: value for name, value in vars(made).items() if name.isupper() and name[0] != "_"}
+    return {name: value for name, value in public.items() if not isinstance(value, str) or ":" in value}
 
 
 def of_gateway() -> Iterator[Row]:
