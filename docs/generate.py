@@ -13,13 +13,14 @@ import inspect
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from typer.models import ArgumentInfo
@@ -32,7 +33,7 @@ sys.path[:0] = [str(SOURCE), str(HERE)]
 
 import screens  # noqa: E402
 
-from kvferry.cli import COMMANDS, app  # noqa: E402
+from kvferry.cli import app  # noqa: E402
 from kvferry.cluster import manifest  # noqa: E402
 from kvferry.gateway import metrics as gateway_metrics  # noqa: E402
 from kvferry.gateway import settings as gateway_settings  # noqa: E402
@@ -109,13 +110,23 @@ def drawn(arguments: list[str]) -> str:
 def commands() -> str:
     """Every command with its arguments and options, in the order of the help."""
     parts = ["# Commands\n", "`kvferry COMMAND --help` shows the same.\n"]
-    for command, _ in COMMANDS:
+    for name, command, epilog in registered(app, "kvferry"):
         parameters = [_parameter(one) for one in inspect.signature(command, eval_str=True).parameters.values()]
-        examples = sys.modules[command.__module__].EXAMPLE.partition(":\n")[2].splitlines()
-        parts += [f"## kvferry {command.__name__}\n", f"{inspect.getdoc(command)}\n"]
+        examples = epilog.partition(":\n")[2].splitlines()
+        parts += [f"## {name}\n", f"{inspect.getdoc(command)}\n"]
         parts += [table(("", "", "if not given"), parameters)]
         parts += ["```console", *(f"$ {line.strip()}" for line in examples), "```\n"]
     return "\n".join(parts)
+
+
+def registered(group: typer.Typer, name: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Full name, function and epilogue of every command, those of groups too."""
+    for info in group.registered_commands:
+        assert info.callback
+        yield f"{name} {info.name or info.callback.__name__.replace('_', '-')}", info.callback, info.epilog or ""
+    for inner in group.registered_groups:
+        assert inner.typer_instance
+        yield from registered(inner.typer_instance, f"{name} {inner.name}")
 
 
 def _parameter(parameter: inspect.Parameter) -> Row:
