@@ -13,7 +13,7 @@ SEEDS ?= 10000
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
-.PHONY: help venv demo up verify test test-all simulate check format clean
+.PHONY: help venv demo up verify test test-all docs simulate check format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 20
@@ -59,6 +59,9 @@ test: check  ## The everyday tests, real engines included (about half an hour on
 test-all: check  ## Every test, the whole square of layouts included (hours on 2 cores)
 	@$(PY) -m pytest
 
+docs: venv  ## The documentation as a site in site/; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet && echo "site/index.html"
+
 simulate: venv  ## The protocol under SEEDS= random mixes of delay, loss, partition, restart, abort and expiry
 	@$(PY) -m tests.simulation --seeds $(SEEDS) --jobs $$(nproc)
 
@@ -67,4 +70,4 @@ format: venv  ## Let ruff fix what it can
 	@$(VENV)/bin/ruff format .
 
 clean:  ## Remove the virtual environment and caches
-	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site

@@ -154,15 +154,14 @@ def test_ctrl_c_ends_a_measurement_with_130() -> None:
 
 def test_help_has_an_example_of_each_kind() -> None:
     text = " ".join(_run("--help").stdout.split())
-    for example in ("Example: kvferry doctor", "kvferry doctor serve --port 4000", "kvferry doctor --cluster"):
+    for example in ("Examples: kvferry doctor", "kvferry doctor serve --port 4000", "kvferry doctor --cluster"):
         assert example in text
 
 
-def test_nothing_is_lost_in_a_narrow_terminal(found: list[Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_in_a_narrow_terminal(found: list[Finding]) -> None:
     """Long texts are folded into their column."""
     found.append(problem("shared memory", "word " * 30 + "x" * 60, "do this " * 10))
-    monkeypatch.setattr("kvferry.cli.doctor.WIDE", 40)
-    result = _run()
+    result = _run(columns=40)
     assert all(len(line) <= 40 for line in result.stdout.splitlines())
     assert result.stdout.count("word") == 30
     assert result.stdout.count("x") == 61  # that of `fix:` too

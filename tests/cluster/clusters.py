@@ -80,7 +80,7 @@ class Cluster:
     def __init__(self, directory: Path, given: dict[str, Any]) -> None:
         self.state = StateDirectory("default", directory / "state")
         self.state.acquire()
-        prepared = prepare(parse(given), self.state, NO_CORES_TO_SPARE)
+        prepared = prepare(parse(given), self.state, NO_CORES_TO_SPARE, self.state.secret)
         self.state.write_keys()
         self.view = Watched()
         self.session = Session(prepared.allocator, prepared.members, prepared.front, self.state, self.view)

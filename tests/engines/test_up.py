@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +234,50 @@ def test_the_commands_of_a_dry_run_serve_the_same(fleet: Fleet, cluster: Up) -> 
         assert found
         await_that(lambda: _is_ready(found[1]), START_S, "serving")
         _assert_equal(found[1], plain, _questions(4, 4))
+    finally:
+        for shell in shells:
+            os.killpg(shell.pid, signal.SIGTERM)
+        for shell in shells:
+            shell.wait(STOP_S)
+    await_that(lambda: not cluster.processes(), STOP_S, "the end of all processes")
+
+
+JUST = shutil.which("just", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(JUST is None, reason="just is not installed")
+def test_the_recipes_of_a_justfile_serve_the_same(fleet: Fleet, cluster: Up) -> None:
+    plain = fleet.plain("qwen2").url
+    flags = {"dtype": "float32", "kv-cache-memory-bytes": CACHE_BYTES}
+    manifest = {"model": str(tiny("qwen2")), "served_model_name": MODEL, "vllm": flags}
+    file = cluster.directory / "cluster.yaml"
+    file.write_text(json.dumps(manifest))  # JSON is YAML
+    cluster.command("render", "just", str(file), "--output", str(cluster.directory))
+    command = [str(JUST), "--justfile", str(cluster.directory / "justfile")]
+    with (cluster.directory / "just.log").open("w") as log:
+        shells = [
+            subprocess.Popen(
+                [*command, recipe],
+                env=cluster.environment,
+                start_new_session=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for recipe in ("prefill-0", "decode-0", "gateway")
+        ]
+    try:
+        subprocess.run([*command, "ready"], env=cluster.environment, timeout=START_S, check=True)
+        text = (cluster.directory / "justfile").read_text()
+        [url] = re.findall(r"--output /dev/null (http\S+)/ready", text)
+        await_that(lambda: _is_ready(url), START_S, "serving")
+        _assert_equal(url, plain, _questions(5, 2))
+        asked = subprocess.run(
+            [*command, "ask", WORDS[0]], env=cluster.environment, timeout=ANSWER_S, check=True, capture_output=True
+        )
+        assert json.loads(asked.stdout)["choices"]
+        [decode] = re.findall(r"--decode (http\S+)", text)
+        assert _moved(decode) >= 2
     finally:
         for shell in shells:
             os.killpg(shell.pid, signal.SIGTERM)

@@ -1,6 +1,7 @@
 """What all commands share: how progress and errors are shown, and the exit codes."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,20 @@ DIFFERENT = 1
 BAD_INPUT = 2
 NOT_RUN = 3
 INTERRUPTED = 130
+WIDE = 200
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: examples of its use, each of them a line of its own."""
+    return "\n  ".join(["\b\nExample:" if len(commands) == 1 else "\b\nExamples:", *commands])
+
+
+def page() -> Console:
+    """For what is as wide as the terminal; where nobody looks at it but a program, everything has its place."""
+    return Console(highlight=False, width=None if out.is_terminal or "COLUMNS" in os.environ else WIDE)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from kvferry.cli.console import DIFFERENT, Readiness, named_logs, out, reported_errors, step
+from kvferry.cli.console import DIFFERENT, Readiness, examples, named_logs, out, page, reported_errors, step
+from kvferry.cli.tables import Rows
 from kvferry.cluster.chat import Answer, ask
 from kvferry.cluster.commands import cpu_build_installed
 from kvferry.cluster.dispatch import Dispatcher, Sampling
@@ -22,7 +22,7 @@ from kvferry.cluster.transfers import Moved, await_transfers, read_transfers
 
 QUESTION = "What is the capital of France?"
 CACHE_TOKENS = 4096
-EXAMPLE = 'Example: kvferry demo --prefill tp=2,pp=2 --decode pp=2 --prompt "Name three rivers."'
+EXAMPLE = examples('kvferry demo --prefill tp=2,pp=2 --prompt "Name three rivers."')
 MAX_MODEL_LEN = 2048
 WARM_UP = list(range(1000, 1020))
 SETTLE_S = 5.0
@@ -125,13 +125,12 @@ def _ask_router(router: str, plan: Plan, prompt: str, max_tokens: int) -> tuple[
 
 
 def _show(moved: Moved) -> None:
-    table = Table(title=f"moved: {moved.bytes:,} bytes")
-    for column in ("from prefill worker", "to decode worker", "bytes", "ms"):
-        table.add_column(column, justify="right" if column in ("bytes", "ms") else "left")
+    numbers = ("bytes", "ms")
+    table = Rows(f"Moved: {moved.bytes:,} bytes", ("from prefill worker", "to decode worker", *numbers), numbers)
     for transfer in moved.transfers:
         for read in transfer.reads:
-            table.add_row(str(read.producer), str(transfer.consumer), f"{read.bytes:,}", f"{transfer.ms:.1f}")
-    out.print(table)
+            table.add(str(read.producer), str(transfer.consumer), f"{read.bytes:,}", f"{transfer.ms:.1f}")
+    page().print(table)
 
 
 def _equal(through_router: Answer, from_plain: Answer, moved: Moved, plan: Plan) -> bool:

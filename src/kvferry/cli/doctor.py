@@ -7,19 +7,26 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from kvferry.cli.console import DIFFERENT, INTERRUPTED, left_alone, out, reported_errors
-from kvferry.cli.status import NAME_HELP, WIDE
+from kvferry.cli.console import DIFFERENT, INTERRUPTED, examples, left_alone, out, page, reported_errors
+from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.doctor.findings import Finding, Level, failed
 from kvferry.cluster.manifest import DEFAULT_NAME, Role
 from kvferry.errors import SpecError
 
 SERVE = "serve"
 MEGABYTES = 64
-EXAMPLE = (
-    "Example: kvferry doctor   |   on one host kvferry doctor serve --port 4000, on the other kvferry doctor "
-    "10.0.0.7:4000   |   kvferry doctor --cluster --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000"
+EXAMPLE = examples(
+    "kvferry doctor",
+    "kvferry doctor serve --port 4000  (on one host, and on the other:)",
+    "kvferry doctor 10.0.0.7:4000",
+    "kvferry doctor --cluster --name blue",
+    "kvferry doctor --prefill http://10.0.0.7:8000 --decode http://10.0.0.8:8000",
 )
+BESIDE = 70  # columns of a terminal from which on what is said stands beside its name
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "red"}
 
 
@@ -107,19 +114,36 @@ def _findings(lines: list[Finding], **more: Any) -> Findings:
 
 
 def _show(lines: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    console = page()
+    console.print(screen(lines, console.width))
 
+
+def screen(lines: Sequence[Finding], width: int) -> Group:
+    """All findings, and how many of them are not well; on a narrow terminal what is said stands below its name."""
     table = Table.grid(padding=(0, 1))
-    for column in ("level", "name", "text"):
+    beside = width >= BESIDE
+    for column in ("level", "name", "text") if beside else ("level", "text"):
         table.add_column(column, no_wrap=column == "level", overflow="fold")
     for line in lines:
         said = Text(line.text)
         if line.fix:
-            said.append(f"\nfix: {line.fix}", style="dim")
-        table.add_row(Text(line.level, style=COLOURS[line.level]), Text(line.name), said)
-    Console(highlight=False, width=None if out.is_terminal else WIDE).print(table)
+            said.append(f"\nfix: {line.fix}", style="cyan")
+        name = Text(line.name, style="bold")
+        level = Text(line.level, style=COLOURS[line.level])
+        if beside:
+            table.add_row(level, name, said)
+        else:
+            table.add_row(level, Text("\n").join((name, said)))
+    return Group(table, Text(), _summary(lines))
+
+
+def _summary(lines: Sequence[Finding]) -> Text:
+    levels = [line.level for line in lines]
+    counted = [(level, levels.count(level)) for level in (Level.PROBLEM, Level.WARNING) if level in levels]
+    if not counted:
+        return Text("Everything is well.", style="green")
+    parts = [Text(f"{number} {level}{'s' if number > 1 else ''}", style=COLOURS[level]) for level, number in counted]
+    return Text(", ").join(parts)
 
 
 def _serve(host: str | None, port: int, allow_public: bool) -> None:

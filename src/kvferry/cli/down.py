@@ -4,13 +4,13 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import left_alone, out, reported_errors, step
+from kvferry.cli.console import examples, left_alone, out, reported_errors, step
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.manifest import DEFAULT_NAME
 from kvferry.cluster.state import StateDirectory
 from kvferry.errors import StartError
 
-EXAMPLE = "Example: kvferry down --name blue --now"
+EXAMPLE = examples("kvferry down", "kvferry down --name blue --now")
 
 
 def down(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvferry.cli.console import BAD_INPUT, err, out, reported_errors
+from kvferry.cli.console import BAD_INPUT, err, examples, out, reported_errors
 from kvferry.cluster.ports import require_free
 from kvferry.errors import GatewayError
 from kvferry.gateway.settings import (
@@ -29,9 +29,9 @@ from kvferry.gateway.settings import (
 DEFAULTS = Settings()
 BACKLOG = 4096
 GRACE_S = 30
-EXAMPLE = (
-    "Example: kvferry gateway --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000,dp=2 --port 8080 "
-    "--secret-file secret --api-key-file keys"
+EXAMPLE = examples(
+    "kvferry gateway --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000",
+    "kvferry gateway --prefill URL --decode URL,dp=2 --api-key-file keys",
 )
 INSTANCE_HELP = "URL of {} instance; repeat for several. ',dp=2' names its data parallel ranks; else /metrics tells."
 

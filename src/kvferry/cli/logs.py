@@ -8,7 +8,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvferry.cli.console import left_alone, reported_errors
+from kvferry.cli.console import examples, left_alone, reported_errors
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.logs import tail
 from kvferry.cluster.manifest import DEFAULT_NAME
@@ -16,7 +16,7 @@ from kvferry.cluster.state import StateDirectory
 from kvferry.errors import ClusterError
 
 POLL_S = 0.2
-EXAMPLE = "Examples: kvferry logs decode-0 --lines 100  |  kvferry logs --follow"
+EXAMPLE = examples("kvferry logs decode-0 --lines 100", "kvferry logs --follow")
 
 
 def logs(

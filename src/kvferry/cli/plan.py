@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
-from kvferry.cli.console import BAD_INPUT, err, out, reported_errors
+from kvferry.cli.console import BAD_INPUT, err, examples, page, reported_errors
 from kvferry.cli.grouping import grouped, inclusive, numbered
 from kvferry.cli.picture import picture_format, save_picture
+from kvferry.cli.tables import Rows
 from kvferry.cli.units import amount, duration
 from kvferry.cluster.blueprint import DTYPES
 from kvferry.cluster.pairing import Link, Plan, Question, Side, Totals, measured_link, report
@@ -20,12 +22,17 @@ from kvferry.errors import SpecError
 TOKENS_LIMIT = 10_000_000
 BLOCK_LIMIT = 4096
 ASSUMED_GBPS = 100.0
+EXAMPLE = examples(
+    "kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8",
+    "kvferry plan config.json --prefill pp=4 --decode tp=4 --picture reads.svg",
+)
 
 
 def plan(
     model: Annotated[Path, typer.Argument(help="Model directory, or a config.json; no weights are needed.")],
     prefill: Annotated[
-        str, typer.Option(help="Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1.")
+        str,
+        typer.Option(help="Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1."),
     ],
     decode: Annotated[str, typer.Option(help="Layout of the decode side.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 6000,
@@ -40,16 +47,13 @@ def plan(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON: every read, all numbers in bytes.")] = False,
     picture: Annotated[
-        list[Path] | None, typer.Option(help="Draw who reads what from whom: a .svg or .png file; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Draw who reads what from whom: a .svg or .png file; may be repeated."),
     ] = None,
 ) -> None:
     """Say whether a pair of layouts works, what each rank holds, who reads what from whom, and how long it takes.
 
     Nothing is started. Exit code 2 if the pair cannot work, with every reason.
-
-    Example:
-
-    kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8 --picture reads.svg --picture reads.png
     """
     with reported_errors():
         question = _question(tokens, block_size, dtype, gbps, measured)
@@ -62,7 +66,7 @@ def plan(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     elif answer.plan:
-        _show(answer.plan, _name(model))
+        page().print(screen(answer.plan, _name(model)))
     for reason in answer.reasons:
         err.print(f"kvferry: this pair cannot work: {reason}", markup=False)
     if not answer.works:
@@ -101,26 +105,34 @@ def _name(model: Path) -> str:
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 
 
-def _show(planned: Plan, name: str) -> None:
-    out.print(f"[green]This pair works:[/green] {planned.prefill.layout}  ->  {planned.decode.layout}")
-    out.print(
-        f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
-        f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens"
+def screen(planned: Plan, name: str) -> Group:
+    """A plan for people; `name` is the model's."""
+    pair = Text(f"{_short(planned.prefill.layout)}  ->  {_short(planned.decode.layout)}")
+    return Group(
+        Text("This pair works: ", style="green") + pair,
+        Text(
+            f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
+            f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens."
+        ),
+        Text(),
+        _memory_table(planned.prefill, planned.decode, name),
+        Text(),
+        _reads_table(planned),
+        Text(),
+        *map(Text, _totals_lines(planned)),
+        Text(),
+        _alternatives_table(planned),
+        Text(),
+        *(Text(f"Note: {note}.", style="dim") for note in planned.notes),
     )
-    out.print(_memory_table(planned.prefill, planned.decode, name))
-    out.print(_reads_table(planned))
-    for line in _totals_lines(planned):
-        out.print(line, markup=False)
-    out.print(_alternatives_table(planned))
-    for note in planned.notes:
-        out.print(f"[dim]Note: {note}.[/dim]")
 
 
-def _memory_table(prefill: Side, decode: Side, name: str) -> Table:
-    table = _table(f"memory of each rank ({name})", "instance", "ranks", "layers", "weights", "KV/token", "KV/prompt")
+def _memory_table(prefill: Side, decode: Side, name: str) -> Rows:
+    numbers = ("weights", "KV/token", "KV/prompt")
+    table = Rows(f"Memory of each rank ({name})", ("instance", "ranks", "layers", *numbers), numbers)
     for role, side in (("prefill", prefill), ("decode", decode)):
         for stage in side.stages:
-            table.add_row(
+            table.add(
                 role,
                 f"pp{stage.pp} {numbered('tp', 0, side.tp)}",
                 inclusive(stage.layers),
@@ -131,11 +143,11 @@ def _memory_table(prefill: Side, decode: Side, name: str) -> Table:
     return table
 
 
-def _reads_table(planned: Plan) -> Table:
-    title = "who reads what from whom"
-    table = _table(title, "decode", "prefill", "layers", "heads", "reads each", "bytes/token each")
+def _reads_table(planned: Plan) -> Rows:
+    numbers = ("reads each", "bytes/token each")
+    table = Rows("Who reads what from whom", ("decode", "prefill", "layers", "heads", *numbers), numbers)
     for group in grouped(planned.reads):
-        table.add_row(
+        table.add(
             group.readers,
             group.producers,
             inclusive(group.layers),
@@ -163,15 +175,15 @@ def _totals_lines(planned: Plan) -> list[str]:
     return lines
 
 
-def _alternatives_table(planned: Plan) -> Table | str:
+def _alternatives_table(planned: Plan) -> Rows | Text:
     better = [other for other in planned.alternatives if min(_changes(other.totals, planned.totals)) < 0]
     if not better:
-        return "No decode layout one step away on as many cards saves anything."
-    title = "other decode layouts on as many cards, per prompt"
+        return Text("No decode layout one step away on as many cards saves anything.")
+    title = "Other decode layouts on as many cards, per prompt"
     columns = ("workers", "moved", "descriptors", "time", "KV/rank", "weights/rank")
-    table = _table(title, "decode", *columns)
+    table = Rows(title, ("decode", *columns), columns)
     for other in better:
-        table.add_row(_short(other.decode), *map(_change, _changes(other.totals, planned.totals)))
+        table.add(_short(other.decode), *map(_change, _changes(other.totals, planned.totals)))
     return table
 
 
@@ -196,13 +208,5 @@ def _costs(totals: Totals) -> tuple[float, ...]:
     )
 
 
-def _change(percent: int) -> str:
-    return f"[{'green' if percent < 0 else 'red'}]{percent:+}%[/]" if percent else "same"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    texts = ("instance", "ranks", "layers", "decode", "prefill", "heads")
-    for column in columns:
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=column in texts)
-    return table
+def _change(percent: int) -> Text:
+    return Text(f"{percent:+}%", style="green" if percent < 0 else "red") if percent else Text("same")

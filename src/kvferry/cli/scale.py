@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from kvferry.cli.console import left_alone, out, reported_errors, step
+from kvferry.cli.console import examples, left_alone, out, reported_errors, step
 from kvferry.cli.status import NAME_HELP
 from kvferry.cluster.manifest import DEFAULT_NAME, Role
 from kvferry.cluster.state import StateDirectory
 from kvferry.errors import SpecError
 
-EXAMPLE = "Example: kvferry scale prefill=3 decode=2"
+EXAMPLE = examples("kvferry scale prefill=3 decode=2")
 
 
 def scale(

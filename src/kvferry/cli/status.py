@@ -5,13 +5,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvferry.cli.console import out, reported_errors
+from kvferry.cli.console import examples, page, reported_errors
 from kvferry.cluster.manifest import DEFAULT_NAME
 from kvferry.cluster.state import StateDirectory
 
 NAME_HELP = "Which cluster, where there are several."
-WIDE = 200  # where nobody looks at it but a program, everything is shown
-EXAMPLE = "Example: kvferry status --name blue --json"
+EXAMPLE = examples("kvferry status", "kvferry status --name blue --json")
 
 
 def status(
@@ -19,8 +18,6 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the instances of a running cluster: layout, devices, state, load and log file."""
-    from rich.console import Console
-
     from kvferry.cli.table import table
     from kvferry.cluster import control
 
@@ -29,5 +26,5 @@ def status(
         if json:
             typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
         else:
-            console = Console(highlight=False, width=None if out.is_terminal else WIDE)
+            console = page()
             console.print(table(found, console.width))

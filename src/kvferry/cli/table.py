@@ -6,15 +6,16 @@ from typing import Protocol, Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.console import out
+from kvferry.cli.tables import Rows
 from kvferry.cluster.control import ClusterStatus, InstanceStatus
 
 STYLES = {"ready": "green", "failed": "red", "restarting": "red", "draining": "yellow", "stopping": "yellow"}
-# Widths of the terminal from which a column is shown; names, states and load always are.
-WIDTHS = {"layout": 60, "devices": 90, "log": 75}
+NUMBERS = ("running", "waiting", "KV")
+# Widths of the terminal from which something is shown; names, states and load always are.
+WIDTHS = {"since": 55, "layout": 66, "log": 80, "devices": 96}
 
 
 class View(Protocol):
@@ -90,37 +91,39 @@ class LiveTable:
 
 def table(status: ClusterStatus, width: int) -> Group:
     """The cluster as a table for a terminal of that width; what does not fit is left out."""
-    shown = ["instance", *(column for column in ("layout", "devices") if width >= WIDTHS[column]), "state", "load"]
-    shown += ["log"] if width >= WIDTHS["log"] else []
-    made = Table(title=f"{status.name}: {status.state}", title_justify="left")
-    for column in shown:
-        made.add_column(column, overflow="fold")
+    left = [column for column in ("layout", "devices") if width >= WIDTHS[column]]
+    right = ["log"] if width >= WIDTHS["log"] else []
+    shown = ["instance", *left, "state", *NUMBERS, *right]
+    made = Rows(f"{status.name}: {status.state}", shown, NUMBERS)
     for one in status.instances:
-        made.add_row(*(_cells(one)[column] for column in shown))
-    return Group(made, Text(f"{status.model} on {status.url}; logs in {status.logs}", overflow="fold"))
+        made.add(*(_cells(one, width)[column] for column in shown))
+    notes = filter(None, map(_note, status.instances))
+    where = Text(f"{status.model} on {status.url}\nlogs in {status.logs}", overflow="fold")
+    return Group(made, Text(), *notes, where)
 
 
-def _cells(one: InstanceStatus) -> dict[str, Text]:
-    times = f", restarted {_times(one.restarts)}" if one.restarts else ""
-    detail = f": {one.detail}" if one.detail and one.state != "ready" else ""
-    since = "" if one.state == "ready" else f" {one.since_s:.0f} s"
+def _cells(one: InstanceStatus, width: int) -> dict[str, Text]:
+    since = "" if one.state == "ready" or width < WIDTHS["since"] else f" {one.since_s:.0f} s"
     return {
         "instance": Text(one.name),
         "layout": Text(_short(one.layout)),
         "devices": Text(",".join(one.devices)),
-        "state": Text(f"{one.state}{since}{times}{detail}", style=STYLES.get(one.state, "")),
-        "load": Text(load(one)),
+        "state": Text(f"{one.state}{since}", style=STYLES.get(one.state, "")),
+        "running": Text("" if one.running is None else str(one.running)),
+        "waiting": Text("" if one.waiting is None else str(one.waiting)),
+        "KV": Text("" if one.kv_usage is None else f"{100 * one.kv_usage:.0f}%"),
         "log": Text(one.log.rpartition("/")[2]),
     }
+
+
+def _note(one: InstanceStatus) -> Text | None:
+    """What there is to say of an instance that no column has room for."""
+    times = f"restarted {_times(one.restarts)}" if one.restarts else ""
+    detail = one.detail.removeprefix(f"{one.name} ") if one.state != "ready" else ""
+    said = ": ".join(filter(None, (times, detail)))
+    return Text(f"{one.name} {said}" if times else f"{one.name}: {said}", STYLES.get(one.state, "")) if said else None
 
 
 def _short(layout: str) -> str:
     """A layout without its sizes of 1, where it has others."""
     return ",".join(part for part in layout.split(",") if not part.endswith("=1")) or layout.partition(",")[0]
-
-
-def load(one: InstanceStatus) -> str:
-    if one.running is None:
-        return ""
-    waiting = f", {one.waiting} waiting" if one.waiting else ""
-    return f"{one.running} running{waiting}, KV {100 * (one.kv_usage or 0):.0f}%"

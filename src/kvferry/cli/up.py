@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, out, reported_errors
+from kvferry.cli.console import INTERRUPTED, NOT_RUN, err, examples, out, reported_errors
 from kvferry.cluster.flags import Flags, from_arguments
 from kvferry.cluster.manifest import Manifest, Router, parse, read_yaml
 from kvferry.cluster.state import Record, StateDirectory, one_at_a_time
@@ -23,9 +23,11 @@ POLL_S = 0.5
 READY = b"serving"
 LAST_LINES = 5
 Serving = Callable[[str], None]
-EXAMPLE = (
-    "Examples: kvferry up ~/models/Llama-3.1-70B --prefill tp=2,pp=2 --decode tp=4,dp=2 --prefill-replicas 2 "
-    "-- --max-model-len 32768  |  kvferry up cluster.yaml --detach  |  kvferry up --demo"
+EXAMPLE = examples(
+    "kvferry up ~/models/Llama-3.1-70B --prefill tp=2,pp=2 --decode tp=4,dp=2",
+    "kvferry up MODEL --prefill-replicas 2 -- --max-model-len 32768",
+    "kvferry up cluster.yaml --detach",
+    "kvferry up --demo",
 )
 LAYOUT_HELP = "Layout of {}, such as tp=2,pp=2,dp=1; what is not named is 1."
 ARG_HELP = "vLLM flags for {} only, as '--max-num-seqs 64'; may be repeated."
@@ -147,11 +149,14 @@ def _demo(given: str | None, options: Mapping[str, Any]) -> Manifest:
 
 
 def _print_script(manifest: Manifest) -> None:
-    from kvferry.cluster.preparation import as_script, prepare
+    from kvferry.cluster.preparation import prepare
+    from kvferry.cluster.recipes import shell
+    from kvferry.cluster.recipes.processes import recipe
 
     # Keys of its own: a cluster of that name may be running, and its instances read their secret again when restarted.
     state = StateDirectory(f"{manifest.name}.by-hand")
-    typer.echo(as_script(prepare(manifest, state), state), nl=False)
+    prepared = prepare(manifest, state, fresh_secret=state.secret)
+    typer.echo(shell.script(recipe(prepared, state.path, state.admin_key, os.environ), os.environ), nl=False)
 
 
 def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
@@ -163,7 +168,7 @@ def _start(manifest: Manifest, state: StateDirectory, detach: bool) -> None:
         raise SpecError(str(error)) from error
     try:
         with one_at_a_time(state.root):
-            prepared: Prepared = prepare(manifest, state)
+            prepared: Prepared = prepare(manifest, state, fresh_secret=state.secret)
             state.write_record(Record(os.getpid(), prepared.ports, prepared.devices))
         state.write_keys()
         if detach:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
-from kvferry.cli.console import DIFFERENT, Readiness, named_logs, out, reported_errors, step
+from kvferry.cli.console import DIFFERENT, Readiness, examples, named_logs, out, page, reported_errors, step
+from kvferry.cli.tables import Rows
 from kvferry.cluster.commands import cpu_build_installed
 from kvferry.cluster.dispatch import Completion, Dispatcher
 from kvferry.cluster.launch import logging_transfers, start_instances
@@ -22,7 +23,7 @@ from kvferry.cluster.verification import TIE_BOUNDS, Outcome, Verdict, Verifier,
 from kvferry.errors import SpecError
 
 CACHE_TOKENS = 8192
-EXAMPLE = "Example: kvferry verify --prefill tp=2,pp=2 --decode pp=3,partition=1+2+1"
+EXAMPLE = examples("kvferry verify --prefill tp=2,pp=2 --decode pp=3,partition=1+2+1")
 LAYOUT_HELP = "Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1."
 
 
@@ -149,12 +150,12 @@ def _expected(
 
 
 def _show(outcomes: Sequence[Outcome], plan: Plan, peak_bytes: int) -> None:
-    table = Table(title=f"prefill {plan.prefill.layout}  ->  decode {plan.decode.layout}")
-    for column in ("prompt", "tokens", "cached", "moved", "bytes", "ms", "verdict"):
-        table.add_column(column, justify="left" if column in ("prompt", "verdict") else "right")
+    numbers = ("tokens", "cached", "moved", "bytes", "ms")
+    title = f"Prefill {plan.prefill.layout}  ->  decode {plan.decode.layout}"
+    table = Rows(title, ("prompt", *numbers, "verdict"), numbers)
     for outcome in outcomes:
-        table.add_row(*_row(outcome))
-    out.print(table)
+        table.add(*_row(outcome))
+    page().print(table)
     for outcome in outcomes:
         if outcome.detail:
             out.print(f"{outcome.name}: {outcome.detail}", markup=False)
@@ -162,12 +163,12 @@ def _show(outcomes: Sequence[Outcome], plan: Plan, peak_bytes: int) -> None:
     out.print(f"{good} of {len(outcomes)} prompts agree; peak memory {peak_bytes / 1e9:.1f} GB; logs in {plan.logs}")
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: Outcome) -> list[str | Text]:
     colour = {Verdict.EQUAL: "green", Verdict.TIE: "yellow"}.get(outcome.verdict, "red")
     numbers = [outcome.tokens, outcome.hits.local, outcome.hits.external, outcome.moved.bytes]
     return [
         outcome.name,
         *(f"{number:,}" for number in numbers),
         f"{outcome.moved.ms:.1f}",
-        f"[{colour}]{outcome.verdict.value}[/{colour}]",
+        Text(outcome.verdict.value, style=colour),
     ]

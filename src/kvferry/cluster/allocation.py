@@ -73,7 +73,7 @@ class Allocator:
     Attributes:
         model: its directory.
         config: the text part of its ``config.json``.
-        secret: the file with the secret.
+        secret: the file with the secret; None where instances get it in their environment.
         ports: chooses free ones.
         elsewhere: devices that other clusters hold.
     """
@@ -82,7 +82,7 @@ class Allocator:
     machine: Machine
     model: Path
     config: Mapping[str, Any]
-    secret: Path
+    secret: Path | None
     ports: PortChooser = field(default_factory=PortChooser)
     elsewhere: frozenset[str] = frozenset()
 
@@ -154,7 +154,8 @@ class Allocator:
     def _connector(self, role: Role, index: int, side_channel_port: int) -> dict[str, Any]:
         host = self.manifest.instance_host
         address = {"side_channel_host": host} if reachable(host) == host else {}
-        settings = {**address, "side_channel_port": side_channel_port, "secret_file": str(self.secret)}
+        secret = {} if self.secret is None else {"secret_file": str(self.secret)}
+        settings = {**address, "side_channel_port": side_channel_port, **secret}
         return {**settings, **self.manifest.connector_config(role, index)}
 
     def _binding(self, devices: tuple[str, ...], layout: Layout) -> dict[str, str]:

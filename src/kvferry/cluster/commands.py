@@ -25,6 +25,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
 }
+# What a layout decides, and must not come from elsewhere.
+OWN_VARIABLES = ("VLLM_PP_LAYER_PARTITION",)
 ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -99,7 +101,8 @@ def _latent(model: Path) -> bool:
 def engine_environment(spec: InstanceSpec, base: Mapping[str, str], cpu: bool = True) -> dict[str, str]:
     """`base` with what an instance needs added; the instance's own settings win."""
     environment = {**base, **ENVIRONMENT, **(CPU_ENVIRONMENT if cpu else {})}
-    environment.pop("VLLM_PP_LAYER_PARTITION", None)
+    for name in OWN_VARIABLES:
+        environment.pop(name, None)
     if spec.layout.partition is not None:
         environment["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, spec.layout.partition))
     return {**environment, **spec.environment}

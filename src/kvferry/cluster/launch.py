@@ -17,6 +17,7 @@ from kvferry.errors import StartError
 START_DEADLINE_S = 300.0
 ROUTER_DEADLINE_S = 60.0
 ROUTER = "vllm-router"
+PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "http_proxy", "https_proxy")
 GATEWAY = "gateway"
 
 
@@ -98,8 +99,7 @@ def router_binary() -> str:
 
 def router_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Without proxies, which vllm-router would ask for its way to the instances."""
-    proxies = {"http_proxy", "https_proxy", "all_proxy"}
-    return {name: value for name, value in base.items() if name.lower() not in proxies}
+    return {name: value for name, value in base.items() if name not in PROXIES}
 
 
 def logging_transfers(spec: InstanceSpec, log: Path) -> InstanceSpec:

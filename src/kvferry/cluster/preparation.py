@@ -1,18 +1,14 @@
 """Everything of a cluster that can be decided, and refused, before anything is started."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cluster.allocation import Allocator, Front, Member
-from kvferry.cluster.commands import engine_command, engine_environment
-from kvferry.cluster.launch import GATEWAY, ROUTER, router_binary, router_environment
+from kvferry.cluster.launch import router_binary
 from kvferry.cluster.machine import Machine, model_directory, this_machine
 from kvferry.cluster.manifest import Manifest, Router
 from kvferry.cluster.ports import PortChooser
-from kvferry.cluster.script import block, keys_command, script, shell_command
-from kvferry.cluster.session import front_command
 from kvferry.cluster.spec import read_model_config
 from kvferry.cluster.state import StateDirectory, running_clusters
 from kvferry.errors import SettingsError, SpecError
@@ -36,8 +32,12 @@ class Prepared:
         return tuple(device for member in self.members for device in member.devices)
 
 
-def prepare(manifest: Manifest, state: StateDirectory, machine: Machine | None = None) -> Prepared:
+def prepare(
+    manifest: Manifest, state: StateDirectory, machine: Machine | None = None, fresh_secret: Path | None = None
+) -> Prepared:
     """Give out devices and ports, beside the clusters that run already.
+
+    `fresh_secret` is the file with the secret where the manifest names none; None for one in the environment.
 
     Raises:
         SpecError: a missing model, a layout that does not fit it, too few devices, a secret that cannot be used.
@@ -51,7 +51,7 @@ def prepare(manifest: Manifest, state: StateDirectory, machine: Machine | None =
         machine or this_machine(),
         model,
         read_model_config(model),
-        _secret(manifest) or state.secret,
+        _secret(manifest) or fresh_secret,
         PortChooser(port for record in others for port in record.ports),
         frozenset(device for record in others for device in record.devices),
     )
@@ -71,25 +71,3 @@ def _secret(manifest: Manifest) -> Path | None:
     except SettingsError as error:
         raise SpecError(str(error)) from error
     return path
-
-
-def as_script(prepared: Prepared, state: StateDirectory) -> str:
-    """The commands and environments that `prepared` would be started with, for a shell."""
-    allocator, inherited = prepared.allocator, os.environ
-    cpu = allocator.machine.cpu
-    keys = [path for path in (allocator.secret, state.admin_key) if path.parent == state.path]
-    blocks = [block("the secret of the instances, and the key of the gateway's /admin", keys_command(keys))]
-    for member in prepared.members:
-        where = f"on {allocator.machine.kind} {', '.join(member.devices)}" if member.devices else "on all cores"
-        command = shell_command(engine_command(member.spec, cpu), _environment(member, cpu), inherited)
-        blocks.append(block(f"{member.name}: {member.spec.layout}, {where}", command))
-    router = allocator.manifest.router is Router.VLLM_ROUTER
-    binary = router_binary() if router else ""
-    front = front_command(allocator, prepared.front, state, prepared.members, binary)
-    environment = router_environment(inherited) if router else dict(inherited)
-    title = f"{ROUTER if router else GATEWAY}: {prepared.front.url}"
-    return script([*blocks, block(title, shell_command(front, environment, inherited))])
-
-
-def _environment(member: Member, cpu: bool) -> dict[str, str]:
-    return engine_environment(member.spec, os.environ, cpu)

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,17 +36,16 @@ class View(Protocol):
 
 
 def front_command(
-    allocator: Allocator, front: Front, state: StateDirectory, members: Sequence[Member], router: str = ROUTER
+    allocator: Allocator, front: Front, admin_key: Path, members: Sequence[Member], router: str = ROUTER
 ) -> list[str]:
     """What serves the one URL in front of these members."""
     prefill, decode = ([member.spec.url for member in members if member.role is role] for role in Role)
     manifest = allocator.manifest
     if manifest.router is Router.VLLM_ROUTER:
         return router_command(prefill, decode, front.port, front.metrics_port, router, front.host)
-    keys = ["--secret-file", str(allocator.secret), "--admin-key-file", str(state.admin_key)]
-    return gateway_command(
-        prefill, decode, front.port, ["--host", front.host, *keys, *gateway_arguments(manifest.gateway)]
-    )
+    secret = [] if allocator.secret is None else ["--secret-file", str(allocator.secret)]
+    own = ["--host", front.host, *secret, "--admin-key-file", str(admin_key)]
+    return gateway_command(prefill, decode, front.port, [*own, *gateway_arguments(manifest.gateway)])
 
 
 class Session:
@@ -154,7 +154,7 @@ class Session:
         router, fleet = self._manifest.router is Router.VLLM_ROUTER, self._fleet
         job = Job(
             ROUTER if router else GATEWAY,
-            lambda: front_command(self._allocator, fleet.front, self._state, fleet.serving(), self._router),
+            lambda: front_command(self._allocator, fleet.front, self._state.admin_key, fleet.serving(), self._router),
             router_environment(os.environ) if router else os.environ,
             f"{fleet.front.url}/{'health' if router else 'ready'}",
             ROUTER_DEADLINE_S,

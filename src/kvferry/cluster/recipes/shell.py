@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvferry.cluster.recipes.processes import Recipe
+
 INDENT = "  "
 
 
@@ -36,11 +38,15 @@ def keys_command(files: Sequence[Path]) -> str:
     return "(" + "; ".join(lines) + ")"
 
 
-def block(title: str, command: str) -> str:
-    return f"# {title}\n{command}\n"
-
-
-def script(blocks: Sequence[str]) -> str:
-    """All blocks, with a word on how to run them."""
+def script(recipe: Recipe, inherited: Mapping[str, str]) -> str:
+    """All processes, for shells whose environment is `inherited`, with a word on how to run them."""
     head = "# Each of these in a shell of its own, the first one first; the last one when all before it answer.\n"
+    keys = [path for path in (recipe.secret_file, recipe.admin_key) if path and path.parent == recipe.directory]
+    blocks = [_block("the secret of the instances, and the key of the gateway's /admin", keys_command(keys))]
+    for one in recipe.processes:
+        blocks.append(_block(f"{one.name}: {one.title}", shell_command(one.command, one.environment, inherited)))
     return "\n".join([head, *blocks])
+
+
+def _block(title: str, command: str) -> str:
+    return f"# {title}\n{command}\n"

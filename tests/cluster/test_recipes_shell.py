@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cluster.script import keys_command, shell_command
+from kvferry.cluster.recipes.shell import keys_command, shell_command
 
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
 
