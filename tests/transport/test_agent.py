@@ -29,7 +29,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import Descriptors, Span
 from kvferry.transport.nixl import Agent, Read
 
-from .processes import Remote, finish, running
+from .processes import Remote, running
 
 SIZE = 1 << 25
 PIECE = 1 << 16
@@ -84,7 +84,7 @@ class Consumer:
 
     def ended(self, deadline_s: float) -> bool:
         assert self._read
-        return finish(self._agent, self._read, deadline_s)
+        return self._agent.wait(self._read, deadline_s)
 
     def error(self) -> str | None:
         assert self._read

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ NIXL's Python wrapper leaves no choice but 0, a thread that spins a whole core p
 wakes on traffic all the same, so the pause costs no latency: with 1000, 2000, 5000 and 10000 an idle agent cost 2.6,
 1.7, 0.8 and 0.5% of a core, and reads of 4 KiB and 64 MiB over shared memory and over TCP took equally long.
 """
+
+WAIT_S = 0.0002
+"""Between two looks at a read that ``Agent.wait`` waits for."""
 
 # UCX's registration cache grows without bound under vLLM's allocator unless told otherwise
 # (vLLM issue 24264, pull 32181); UCX reads these when it is loaded.
@@ -159,6 +163,15 @@ class Agent:
         """Drive ``read``; True once none of its handles can touch memory. Then ``read.error`` tells how it went."""
         read.handles = [handle for handle in read.handles if not self._ended(read, handle)]
         return not read.handles
+
+    def wait(self, read: Read, timeout: float) -> bool:
+        """Poll until ``read`` has ended; False if it has not within so many seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.poll(read):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(WAIT_S)
+        return True
 
     def _ended(self, read: Read, handle: int) -> bool:
         try:
