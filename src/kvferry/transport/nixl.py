@@ -1,4 +1,4 @@
-"""A NIXL agent that reads from others. The only module that imports nixl.
+"""NIXL agents that read from others and are read from. The only module that imports nixl.
 
 An agent belongs to one thread. A producer's agent is passive: it registers its memory and is read.
 """
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,10 @@ class Read:
 
 
 class Agent:
-    """One NIXL agent with UCX.
+    """What reads from others, and what others read from: a NIXL agent each, with the same memory.
+
+    Who is read from must answer at any time: NIXL's progress thread does that. Who reads asks anyway how far it is, and
+    a progress thread would only fight with it for UCX's lock (`docs/performance.md` says what that costs).
 
     Args:
         name: unique among all agents it will meet.
@@ -80,17 +84,22 @@ class Agent:
             raise TransferError(f"NIXL cannot be imported, install nixl and nixl-cu12 or nixl-cu13: {error}") from error
         self._bindings = bindings
         self._memory = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
-        # The wrapper class would do, if it did not fix pthrDelay to 0.
-        config = bindings.nixlAgentConfig()
-        config.useProgThread = True
-        config.pthrDelay = progress_delay_us
         self.name = name
         try:
-            self._agent = bindings.nixlAgent(name, config)
-            self._agent.createBackend(backend, backend_options or {})
+            self._passive, self._agent = self._make(name, progress_delay_us), self._make(f"{name}-reads", None)
+            for agent in (self._passive, self._agent):
+                agent.createBackend(backend, backend_options or {})
         except Exception as error:
             raise TransferError(f"NIXL could not start its {backend} plugin: {error}") from error
         self._registered: list[object] = []
+
+    def _make(self, name: str, progress_delay_us: int | None) -> Any:
+        """A NIXL agent; without a delay there is no progress thread, and nothing happens unless it is polled."""
+        # The wrapper class would do, if it did not fix pthrDelay to 0.
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = progress_delay_us is not None
+        config.pthrDelay = progress_delay_us or 0
+        return self._bindings.nixlAgent(name, config)
 
     def register(self, regions: Iterable[tuple[str, int, Span]]) -> None:
         """Make memory readable by others and writable by own reads.
@@ -105,14 +114,15 @@ class Agent:
             rows = [(extent.start, extent.size, device, "")]
             try:
                 registration = self._bindings.nixlRegDList(self._memory[memory], rows)
-                self._agent.registerMem(registration, [])
+                for agent in (self._passive, self._agent):
+                    agent.registerMem(registration, [])
             except Exception as error:
                 raise TransferError(f"NIXL cannot register {extent.size} bytes of {memory}: {error}") from error
             self._registered.append(registration)
 
     def metadata(self) -> bytes:
         """What another agent needs to ``connect`` to this one; taken after ``register``."""
-        return bytes(self._agent.getLocalMD())
+        return bytes(self._passive.getLocalMD())
 
     def connect(self, metadata: bytes) -> str:
         """Get to know a remote agent; returns its name.
