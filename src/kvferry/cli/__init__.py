@@ -2,7 +2,7 @@
 
 import typer
 
-from kvferry.cli import demo, doctor, down, gateway, logs, plan, scale, status, up, verify
+from kvferry.cli import bench, demo, doctor, down, gateway, logs, plan, scale, status, up, verify
 
 app = typer.Typer(
     name="kvferry",
@@ -21,6 +21,7 @@ app.command(epilog=demo.EXAMPLE)(demo.demo)
 app.command(epilog=gateway.EXAMPLE)(gateway.gateway)
 app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command()(plan.plan)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

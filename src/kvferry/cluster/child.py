@@ -21,7 +21,7 @@ START_S = 60.0
 ANSWER_S = 90.0
 END_S = 20.0
 DESTROY_S = 10
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 24
 LOG_PATTERN = "ucx-*.log"
 
 
