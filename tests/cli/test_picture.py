@@ -85,7 +85,7 @@ def test_few_enough_boxes_for_any_layout(layout: str) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cli.picture.find_spec", lambda _: None)
+    monkeypatch.setattr("kvferry.cli.figures.find_spec", lambda _: None)
     with pytest.raises(SpecError, match=r"kvferry\[plot\]"):
         picture_format(Path("reads.svg"), "--picture")
 

@@ -48,7 +48,7 @@ def _show_pairs(console: Console, report: Report) -> None:
         f"Transport {report.transport}, {report.blocks} blocks of {report.block_tokens} tokens, "
         f"{report.bytes_per_token:,} bytes per token. Medians, and (least to greatest). 1 GB is 1e9 bytes. "
         "Ceiling: the same processes read as many bytes in one piece per producer worker. Ratio: rate of ceiling; "
-        "by CPU: the ceiling's processor time of the load's, in the readers, which is less at the mercy of what else runs."
+        "by CPU: processor time for the ceiling of that for the load, in the readers, whatever else the machine does."
     )
 
 
