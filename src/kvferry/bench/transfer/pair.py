@@ -19,7 +19,7 @@ from kvferry.errors import TransferError
 from kvferry.geometry import EngineLayout, Span, WorkerShards, descriptors, memory_regions, plan
 from kvferry.protocol.loads import Order
 
-REPEATS = 5
+REPEATS = 4
 """Measurements of each kind in a row, taking turns; the processes are started anew only from round to round."""
 SOON_S = 0.03
 """Enough to tell all readers when to begin."""
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One load by all workers of a consumer, and what it is compared with, measured right after it.
+    """One load by all workers of a consumer, and what it is compared with, measured right before or after it.
 
     Attributes:
         pair, equal: the layouts' label, and whether both are the same.
@@ -200,24 +200,51 @@ async def measure(question: Question, pair: Pair) -> AsyncIterator[Sample]:
             await there.require_right(await there.order(tokens, *blocks))
             sources = wholes(there.producer, there.consumer, blocks, tokens)
             await there.read_whole(sources)
-            for _ in range(REPEATS):
-                yield await _sample(there, pair, tokens, blocks, sources, contact)
+            quiet = await at_once(*(one.call("quiet_gap", float, seconds=QUIET_S) for one in there.readers))
+            for index in range(REPEATS):
+                measured = await _measure_both(there, tokens, blocks, sources, load_first=index % 2 == 0)
+                yield _sample(pair, tokens, there, measured, contact, max(quiet))
 
 
-async def _sample(
+@dataclass(frozen=True)
+class _Measured:
+    """What every reader says, of a load and of what it is compared with."""
+
+    loads: list[Loaded]
+    ceiling: list[Took]
+    copies: list[list[Took]]
+    producers_cpu_s: float
+
+
+async def _measure_both(
     there: Processes,
-    pair: Pair,
     tokens: int,
     blocks: tuple[list[int], list[int]],
     sources: Sequence[Sequence[Source]],
-    contact: Contact,
+    load_first: bool,
+) -> _Measured:
+    """A load and the ceiling, each after a copy: else the one that comes second would find its bytes in the cache."""
+    order = await there.order(tokens, *blocks)
+    sizes = [sum(source.bytes for source in of) for of in sources]
+    loads: list[Loaded] = []
+    ceiling: list[Took] = []
+    copies: list[list[Took]] = []
+    cpu_s = 0.0
+    for is_load in (load_first, not load_first):
+        copies.append(await there.copy(sizes))
+        if is_load:
+            before = await there.producers_cpu_s()
+            loads = await there.load(order)
+            cpu_s = await there.producers_cpu_s() - before
+        else:
+            ceiling = await there.read_whole(sources)
+    return _Measured(loads, ceiling, copies, cpu_s)
+
+
+def _sample(
+    pair: Pair, tokens: int, there: Processes, measured: _Measured, contact: Contact, quiet_gap_s: float
 ) -> Sample:
-    order, before = await there.order(tokens, *blocks), await there.producers_cpu_s()
-    loads = await there.load(order)
-    producers_cpu_s = await there.producers_cpu_s() - before
-    ceiling = await there.read_whole(sources)
-    copies = await there.copy([sum(source.bytes for source in of) for of in sources])
-    quiet = await at_once(*(reader.call("quiet_gap", float, seconds=QUIET_S) for reader in there.readers))
+    loads = measured.loads
     return Sample(
         pair=pair.label,
         equal=pair.is_equal,
@@ -227,14 +254,14 @@ async def _sample(
         readers=len(there.consumer.workers),
         producers=len(there.producer.workers),
         seconds=elapsed([load.took for load in loads]),
-        ceiling_s=elapsed(ceiling),
-        copy_s=elapsed(copies),
+        ceiling_s=elapsed(measured.ceiling),
+        copy_s=sum(map(elapsed, measured.copies)) / len(measured.copies),
         post_s=max(load.post_s for load in loads),
         gap_s=max(load.gap_s for load in loads),
-        quiet_gap_s=max(quiet),
+        quiet_gap_s=quiet_gap_s,
         readers_cpu_s=sum(load.took.cpu_s for load in loads),
-        producers_cpu_s=producers_cpu_s,
-        ceiling_cpu_s=sum(one.cpu_s for one in ceiling),
+        producers_cpu_s=measured.producers_cpu_s,
+        ceiling_cpu_s=sum(one.cpu_s for one in measured.ceiling),
         contact_s=contact.seconds,
         contact_bytes=contact.bytes_per_peer,
     )
