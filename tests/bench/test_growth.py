@@ -3,7 +3,8 @@
 from kvferry.bench.transfer.growth import BLOCKS_MOVED, CACHE_BLOCKS, PEERS, POINTS, points
 from kvferry.cluster.blueprint import CacheShape
 
-SHAPE = CacheShape("attention", 2, 4, 64, "bfloat16")
+SHAPE = CacheShape("latent", 2, 1, 64, "bfloat16")
+"""Neighbouring blocks of a latent cache would be one range; with heads that are split they never are."""
 
 
 def test_descriptors_grow_with_what_moves_and_with_nothing_else():

@@ -88,9 +88,19 @@ def test_wrong_bytes_are_an_error():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("text", ["tp=2,pp=2:tp=4", "tp=4:pp=4", "tp=3:tp=2", "tp=1:tp=4", "tp=4:tp=1"])
-def test_a_ceiling_reads_as_many_bytes_from_within_the_same_memory(text):
-    question = _question(text)
+@pytest.mark.parametrize(
+    ("text", "shape", "copies"),
+    [
+        ("tp=2,pp=2:tp=4", SHAPE, 1),
+        ("tp=4:pp=4", SHAPE, 1),
+        ("tp=3:tp=2", SHAPE, 1),
+        ("tp=4:tp=1", SHAPE, 1),
+        ("tp=1:tp=4", LATENT, 4),
+    ],
+)
+def test_a_ceiling_reads_as_many_bytes_from_within_the_same_memory(text, shape, copies):
+    """Also where readers of replicas together read more than there is."""
+    question = _question(text, shape=shape)
     pair = question.pairs[0]
     producer, consumer = question.engine(pair.producer), question.engine(pair.consumer)
     # One layer after the other, as in real memory.
@@ -105,7 +115,7 @@ def test_a_ceiling_reads_as_many_bytes_from_within_the_same_memory(text):
     ids = question.ids(TOKENS, 1), question.ids(TOKENS, 2)
     found = wholes(replace(producer, workers=workers), consumer, ids, TOKENS)
     assert len(found) == len(consumer.workers)
-    assert sum(source.bytes for of in found for source in of) == TOKENS * SHAPE.bytes_per_token
+    assert sum(source.bytes for of in found for source in of) == copies * TOKENS * shape.bytes_per_token
     held = {worker.agent: sum(shard.extent.size for shard in worker.shards) for worker in workers}
     for source in (source for of in found for source in of):
         assert 0 <= source.address <= source.address + source.bytes <= held[source.agent]
