@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from kvferry.cli import picture
-from kvferry.cli.picture import MOST_BOXES, Column, picture_format, save_picture
+from kvferry.cli.figures import picture_format
+from kvferry.cli.picture import MOST_BOXES, Column, save_picture
 from kvferry.cluster.pairing import Link, Place, Plan, Question, report
 from kvferry.cluster.spec import Layout
 from kvferry.errors import SpecError
@@ -84,9 +85,9 @@ def test_few_enough_boxes_for_any_layout(layout: str) -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.cli.picture.find_spec", lambda _: None)
+    monkeypatch.setattr("kvferry.cli.figures.find_spec", lambda _: None)
     with pytest.raises(SpecError, match=r"kvferry\[plot\]"):
-        picture_format(Path("reads.svg"))
+        picture_format(Path("reads.svg"), "--picture")
 
 
 def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from kvferry.cluster.doctor import link
-from kvferry.cluster.doctor.child import running
+from kvferry.cluster.doctor.endpoint import endpoint
 from kvferry.cluster.doctor.fabric import Used
 from kvferry.cluster.doctor.findings import Level
 from kvferry.cluster.doctor.link import Report, Speed
@@ -305,7 +305,7 @@ def test_a_peer_that_lies_or_dies_is_reported() -> None:
     """Bytes that are not what the other side says it holds give no speed; a dead process is no silence."""
 
     async def read() -> psutil.Process:
-        async with running(1 << 16) as one, running(1 << 16) as other:
+        async with endpoint(1 << 16) as one, endpoint(1 << 16) as other:
             peer = await one.ask("describe", DEADLINE_S)
             with pytest.raises(TransferError, match="not those that the other side holds"):
                 await other.ask("measure", peer={**peer, "fill": peer["fill"] % 255 + 1})

@@ -9,7 +9,6 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,16 +27,6 @@ from .caches import Bytes, Side, WorkerCache, make_engine
 START_DEADLINE_S = 60.0
 REPLY_DEADLINE_S = 30.0
 READ_DEADLINE_S = 20.0
-
-
-def finish(agent: Agent, read: Read, deadline_s: float = READ_DEADLINE_S) -> bool:
-    """Poll until ``read`` has ended; False if it has not by the deadline."""
-    deadline = time.monotonic() + deadline_s
-    while not agent.poll(read):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.0005)
-    return True
 
 
 @dataclass
@@ -93,7 +82,7 @@ class Workers:
         problems = []
         for worker, reads in loading:
             for read in reads:
-                if not finish(worker.agent, read):
+                if not worker.agent.wait(read, READ_DEADLINE_S):
                     problems.append(f"{worker.name}: a read from {read.agent} has not ended")
                 elif read.error:
                     problems.append(f"{worker.name}: {read.error}")

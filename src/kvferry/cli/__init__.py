@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from kvferry.cli import demo, doctor, down, gateway, logs, plan, render, scale, status, up, verify
+from kvferry.cli import bench, demo, doctor, down, gateway, logs, plan, render, scale, status, up, verify
 
 app = typer.Typer(
     name="kvferry",
@@ -29,6 +29,7 @@ COMMANDS = (
 )
 for command, summary in COMMANDS:
     app.command(epilog=sys.modules[command.__module__].EXAMPLE, short_help=summary)(command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -1,22 +1,16 @@
-"""A plan as a picture: prefill ranks left, decode ranks right, a band for every read, as wide as its bytes.
-
-matplotlib is loaded only when a picture is asked for.
-"""
+"""A plan as a picture: prefill ranks left, decode ranks right, a band for every read, as wide as its bytes."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvferry.cli.figures import drawing
 from kvferry.cli.grouping import inclusive, numbered
 from kvferry.cli.units import amount
 from kvferry.cluster.pairing import Place, Plan, Side
-from kvferry.errors import SpecError
 from kvferry.geometry import Span, heads_of_rank
 
-FORMATS = (".svg", ".png")
-STYLE = {"font.size": 9, "svg.hashsalt": "kvferry", "font.family": "DejaVu Sans"}
 MOST_BOXES = 32
 LIGHT = 0.6
 """Place among the layers from which on colours are too light for white letters."""
@@ -80,39 +74,14 @@ class Column:
         return f"{name}  ·  {_counted('layer', layers)}  ·  {_counted('head', heads)}"
 
 
-def picture_format(path: Path) -> str:
-    """``svg`` or ``png``, by the file's name.
-
-    Raises:
-        SpecError: another ending, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise SpecError(f"--picture {path} must end in {' or '.join(FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise SpecError("--picture needs matplotlib: pip install 'kvferry[plot]'")
-    return path.suffix.lower()[1:]
-
-
 def save_picture(planned: Plan, name: str, path: Path) -> None:
     """Draw a plan that works into `path`; `name` is the model's.
 
     Raises:
         SpecError: `path` cannot be written.
     """
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    kind = picture_format(path)
-    with mpl.rc_context(STYLE):
-        figure = Figure()
-        FigureCanvasAgg(figure)
+    with drawing(path) as figure:
         _draw(figure, planned, name)
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        try:
-            figure.savefig(path, format=kind, dpi=120, metadata=metadata)
-        except OSError as error:
-            raise SpecError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _draw(figure: Any, planned: Plan, name: str) -> None:

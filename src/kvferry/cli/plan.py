@@ -10,8 +10,9 @@ from rich.console import Group
 from rich.text import Text
 
 from kvferry.cli.console import BAD_INPUT, err, examples, page, reported_errors
+from kvferry.cli.figures import picture_format
 from kvferry.cli.grouping import grouped, inclusive, numbered
-from kvferry.cli.picture import picture_format, save_picture
+from kvferry.cli.picture import save_picture
 from kvferry.cli.tables import Rows
 from kvferry.cli.units import amount, duration
 from kvferry.cluster.blueprint import DTYPES
@@ -58,7 +59,7 @@ def plan(
     with reported_errors():
         question = _question(tokens, block_size, dtype, gbps, measured)
         for path in picture or ():
-            picture_format(path)
+            picture_format(path, "--picture")
         answer = report(_config(model), Layout.parse(prefill), Layout.parse(decode), question)
         for path in picture or ():
             if answer.plan:

@@ -1,4 +1,4 @@
-"""A NIXL agent that reads from others. The only module that imports nixl.
+"""NIXL agents that read from others and are read from. The only module that imports nixl.
 
 An agent belongs to one thread. A producer's agent is passive: it registers its memory and is read.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,9 @@ NIXL's Python wrapper leaves no choice but 0, a thread that spins a whole core p
 wakes on traffic all the same, so the pause costs no latency: with 1000, 2000, 5000 and 10000 an idle agent cost 2.6,
 1.7, 0.8 and 0.5% of a core, and reads of 4 KiB and 64 MiB over shared memory and over TCP took equally long.
 """
+
+WAIT_S = 0.0002
+"""Between two looks at a read that ``Agent.wait`` waits for."""
 
 # UCX's registration cache grows without bound under vLLM's allocator unless told otherwise
 # (vLLM issue 24264, pull 32181); UCX reads these when it is loaded.
@@ -48,7 +53,10 @@ class Read:
 
 
 class Agent:
-    """One NIXL agent with UCX.
+    """What reads from others, and what others read from: a NIXL agent each, with the same memory.
+
+    Who is read from must answer at any time: NIXL's progress thread does that. Who reads asks anyway how far it is, and
+    a progress thread would only fight with it for UCX's lock (`docs/performance.md` says what that costs).
 
     Args:
         name: unique among all agents it will meet.
@@ -76,17 +84,22 @@ class Agent:
             raise TransferError(f"NIXL cannot be imported, install nixl and nixl-cu12 or nixl-cu13: {error}") from error
         self._bindings = bindings
         self._memory = {"DRAM": bindings.DRAM_SEG, "VRAM": bindings.VRAM_SEG}
-        # The wrapper class would do, if it did not fix pthrDelay to 0.
-        config = bindings.nixlAgentConfig()
-        config.useProgThread = True
-        config.pthrDelay = progress_delay_us
         self.name = name
         try:
-            self._agent = bindings.nixlAgent(name, config)
-            self._agent.createBackend(backend, backend_options or {})
+            self._passive, self._agent = self._make(name, progress_delay_us), self._make(f"{name}-reads", None)
+            for agent in (self._passive, self._agent):
+                agent.createBackend(backend, backend_options or {})
         except Exception as error:
             raise TransferError(f"NIXL could not start its {backend} plugin: {error}") from error
         self._registered: list[object] = []
+
+    def _make(self, name: str, progress_delay_us: int | None) -> Any:
+        """A NIXL agent; without a delay there is no progress thread, and nothing happens unless it is polled."""
+        # The wrapper class would do, if it did not fix pthrDelay to 0.
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread = progress_delay_us is not None
+        config.pthrDelay = progress_delay_us or 0
+        return self._bindings.nixlAgent(name, config)
 
     def register(self, regions: Iterable[tuple[str, int, Span]]) -> None:
         """Make memory readable by others and writable by own reads.
@@ -101,14 +114,15 @@ class Agent:
             rows = [(extent.start, extent.size, device, "")]
             try:
                 registration = self._bindings.nixlRegDList(self._memory[memory], rows)
-                self._agent.registerMem(registration, [])
+                for agent in (self._passive, self._agent):
+                    agent.registerMem(registration, [])
             except Exception as error:
                 raise TransferError(f"NIXL cannot register {extent.size} bytes of {memory}: {error}") from error
             self._registered.append(registration)
 
     def metadata(self) -> bytes:
         """What another agent needs to ``connect`` to this one; taken after ``register``."""
-        return bytes(self._agent.getLocalMD())
+        return bytes(self._passive.getLocalMD())
 
     def connect(self, metadata: bytes) -> str:
         """Get to know a remote agent; returns its name.
@@ -159,6 +173,15 @@ class Agent:
         """Drive ``read``; True once none of its handles can touch memory. Then ``read.error`` tells how it went."""
         read.handles = [handle for handle in read.handles if not self._ended(read, handle)]
         return not read.handles
+
+    def wait(self, read: Read, timeout: float) -> bool:
+        """Poll until ``read`` has ended; False if it has not within so many seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.poll(read):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(WAIT_S)
+        return True
 
     def _ended(self, read: Read, handle: int) -> bool:
         try:

@@ -1,25 +1,21 @@
 """Run as a process: one NIXL agent with memory to read and to read into, told what to do over standard input.
 
 A process of its own, because native code loads what a peer sent, and because UCX says what it really used when it ends.
-One line of JSON in, one line of JSON out; end of input ends it.
 """
 
-import contextlib
-import importlib.metadata
-import json
 import mmap
-import os
 import secrets
-import signal
 import sys
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, TransferError
+from kvferry.cluster.child import Child, running, serve
+from kvferry.errors import TransferError
 from kvferry.geometry import Descriptors, Span
 from kvferry.transport.nixl import Agent
 
@@ -28,9 +24,12 @@ READ_S = 30.0
 REPEATS, ENOUGH_S = 5, 2.0
 PIECE, STRIDE = 256, 1024
 MOST_PIECES = 8192
-POLL_S = 0.0002
-END_S = 10
 PLACE = ("DRAM", 0, "DRAM", 0)
+
+
+def endpoint(size: int, log: Mapping[str, str] | None = None) -> AbstractAsyncContextManager[Child]:
+    """The handle on one of these processes; `log`, of ``ucx_log``, is whole once it has ended."""
+    return running(__name__, str(size), variables=log, let_end=log is not None)
 
 
 class Endpoint:
@@ -85,11 +84,8 @@ class Endpoint:
         local = int(self._target.ctypes.data) + offsets.astype(np.int64)
         ranges = Descriptors(local, address + offsets.astype(np.int64), sizes.astype(np.int64))
         read = self._agent.read(agent, {PLACE: ranges})
-        deadline = time.monotonic() + READ_S
-        while not self._agent.poll(read):
-            if time.monotonic() > deadline:
-                raise TransferError(f"a read of {ranges.bytes} bytes has not ended within {READ_S:.0f} s")
-            time.sleep(POLL_S)
+        if not self._agent.wait(read, READ_S):
+            raise TransferError(f"a read of {ranges.bytes} bytes has not ended within {READ_S:.0f} s")
         if read.error:
             raise TransferError(read.error)
 
@@ -115,39 +111,14 @@ def answer(endpoint: Endpoint, request: dict[str, Any]) -> dict[str, Any]:
     raise TransferError(f"nothing is known of {request.get('do')!r}")
 
 
-def _spare_torch() -> None:
-    """Keep NIXL from importing a CPU build of torch, for a second, only to find that it names no CUDA version.
-
-    NIXL then takes whatever build of its own is installed, as it does after having looked.
-    """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        if importlib.metadata.version("torch").endswith("+cpu"):
-            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-
-
 def main() -> None:
     """The size is the only argument."""
-    _spare_torch()
-    try:
+
+    def make() -> Callable[[dict[str, Any]], Any]:
         endpoint = Endpoint(int(sys.argv[1]))
-    except KVFerryError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    for line in sys.stdin:
-        try:
-            said = answer(endpoint, json.loads(line))
-        except Exception as error:  # whatever a peer has sent, the other side of the pipe gets its answer
-            said = {"error": str(error) or type(error).__name__}
-        print(json.dumps(said), flush=True)
-    _end()
+        return lambda request: answer(endpoint, request)
 
-
-def _end() -> None:
-    """The agent's destructor was seen to hang, so it runs only where UCX is to write down what it has used."""
-    sys.stdout.flush()
-    if "UCX_LOG_FILE" not in os.environ:
-        os._exit(0)
-    signal.alarm(END_S)
+    serve(make)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.cluster.doctor.child import LOG_PATTERN, running, ucx_log
+from kvferry.cluster.child import LOG_PATTERN, ucx_log
+from kvferry.cluster.doctor.endpoint import endpoint
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
 from kvferry.cluster.doctor.machine import rdma_devices
 from kvferry.errors import KVFerryError
@@ -115,7 +116,7 @@ async def tried(directory: Path) -> None:
     Raises:
         TransferError: it did not work.
     """
-    async with running(SIZE) as other, running(SIZE, ucx_log(directory, "debug")) as reader:
+    async with endpoint(SIZE) as other, endpoint(SIZE, ucx_log(directory, "debug")) as reader:
         peer = await other.ask("describe")
         await reader.ask("describe")
         await reader.ask("measure", peer=peer)

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvferry.cluster.doctor.child import ANSWER_S, START_S, Child, running, ucx_log
-from kvferry.cluster.doctor.endpoint import LARGEST, SMALLEST
+from kvferry.cluster.child import ANSWER_S, START_S, Child, ucx_log
+from kvferry.cluster.doctor.endpoint import LARGEST, SMALLEST, endpoint
 from kvferry.cluster.doctor.fabric import Used, read_logs, used
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
 from kvferry.errors import KVFerryError, MessageError, PortInUseError, SpecError, TransferError
@@ -167,7 +167,7 @@ class Server:
                 raise MessageError(f"a session begins with a hello of version {VERSION}")
             if self._busy.locked():
                 raise TransferError("somebody else is measuring; try again in a minute")
-            async with self._busy, running(hello.size) as child:
+            async with self._busy, endpoint(hello.size) as child:
                 await _say(writer, await child.ask("describe", START_S))
                 while message := await _message(reader, IDLE_S):
                     await _say(writer, await _answered(child, message))
@@ -267,7 +267,7 @@ async def measure(host: str, port: int, size: int = SIZE) -> Report:
         async with connected(host, port) as session:
             # Only when it is known that somebody answers who can be measured, is anything started here.
             there = await session.ask(Hello(VERSION, size), Peer, START_S)
-            async with running(size, ucx_log(Path(directory), "info")) as child:
+            async with endpoint(size, ucx_log(Path(directory), "info")) as child:
                 here = msgspec.convert(await child.ask("describe", START_S), Peer)
                 to_here = msgspec.convert(await child.ask("measure", peer=msgspec.to_builtins(there)), Speed)
                 to_there = await session.ask(Measure(here), Speed)

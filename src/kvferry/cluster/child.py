@@ -1,21 +1,27 @@
-"""The handle on an ``endpoint.py`` process."""
+"""A process with a NIXL agent, or what else must not share this one's fate: the handle on it, and its own loop.
+
+One line of JSON in, one line of JSON out; the end of its input ends it.
+"""
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from kvferry.errors import TransferError
+from kvferry.errors import KVFerryError, TransferError
 
 START_S = 60.0
 ANSWER_S = 90.0
 END_S = 20.0
-MOST_BYTES = 1 << 20
+DESTROY_S = 10
+MOST_BYTES = 1 << 24
 LOG_PATTERN = "ucx-*.log"
 
 
@@ -25,7 +31,7 @@ def ucx_log(directory: Path, level: str) -> dict[str, str]:
 
 
 class Child:
-    """One endpoint; made by ``running``."""
+    """One process; made by ``running``."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -35,15 +41,16 @@ class Child:
         return self._process.pid
 
     @classmethod
-    async def start(cls, size: int, variables: Mapping[str, str]) -> Self:
+    async def start(cls, module: str, *arguments: str, variables: Mapping[str, str]) -> Self:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvferry.cluster.doctor.endpoint", str(size)),
+                *(sys.executable, "-m", module, *arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **variables},
                 limit=MOST_BYTES,
+                start_new_session=True,  # Ctrl-C is for its parent, which then ends it
             )
         )
 
@@ -77,7 +84,7 @@ class Child:
     async def finish(self) -> None:
         """Let it end by itself, since only then does UCX write down what it has used; not for longer than a while.
 
-        An agent's destructor can hang; see ``endpoint.py``.
+        An agent's destructor can hang; see ``_end``.
         """
         assert self._process.stdin
         self._process.stdin.close()
@@ -92,12 +99,58 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def running(size: int, variables: Mapping[str, str] | None = None) -> AsyncIterator[Child]:
-    """An endpoint that has started, and is gone afterwards, however that came; it writes logs if `variables` say so."""
-    child = await Child.start(size, variables or {})
+async def running(
+    module: str, *arguments: str, variables: Mapping[str, str] | None = None, let_end: bool = False
+) -> AsyncIterator[Child]:
+    """A module that calls ``serve``, as a process that is gone afterwards, however that came.
+
+    Args:
+        variables: added to its environment.
+        let_end: it may end by itself, which UCX needs to write down what it has used.
+    """
+    child = await Child.start(module, *arguments, variables=variables or {})
     try:
         yield child
-        if variables:
+        if let_end:
             await child.finish()
     finally:
         await child.kill()
+
+
+def serve(make: Callable[[], Callable[[dict[str, Any]], Any]]) -> None:
+    """The loop of such a process: what ``make`` returns gives the answer to each request, anything msgspec encodes."""
+    _spare_torch()
+    try:
+        answer = make()
+    except KVFerryError as error:
+        _say({"error": str(error)})
+        return
+    for line in sys.stdin:
+        try:
+            said = answer(msgspec.json.decode(line, type=dict[str, Any]))
+        except Exception as error:  # whatever a peer has sent, the other side of the pipe gets its answer
+            said = {"error": str(error) or type(error).__name__}
+        _say(said)
+    _end()
+
+
+def _say(what: Any) -> None:
+    print(msgspec.json.encode(what).decode(), flush=True)
+
+
+def _spare_torch() -> None:
+    """Keep NIXL from importing a CPU build of torch, for a second, only to find that it names no CUDA version.
+
+    NIXL then takes whatever build of its own is installed, as it does after having looked.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+
+
+def _end() -> None:
+    """The agent's destructor was seen to hang, so it runs only where UCX is to write down what it has used."""
+    sys.stdout.flush()
+    if "UCX_LOG_FILE" not in os.environ:
+        os._exit(0)
+    signal.alarm(DESTROY_S)

@@ -1,0 +1,1 @@
+"""What `kvferry bench` measures."""
