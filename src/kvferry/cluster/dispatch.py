@@ -117,9 +117,16 @@ class Dispatcher:
         """One request to one instance, at its data parallel rank `rank` if given; `more` goes into the body."""
         return self._post(url, {**sampling.body(self._model, prompt), **more}, _headers(uuid.uuid4().hex, rank))
 
-    def prefill(self, url: str, prompt: Prompt, request_id: str, rank: int | None = None) -> Completion:
+    def prefill(
+        self,
+        url: str,
+        prompt: Prompt,
+        request_id: str,
+        rank: int | None = None,
+        parameters: Mapping[str, Any] = PREFILL_PARAMETERS,
+    ) -> Completion:
         """The first leg: compute the prompt, hold its KV cache, say where it is."""
-        body = {**Sampling(max_tokens=1).body(self._model, prompt), "kv_transfer_params": dict(PREFILL_PARAMETERS)}
+        body = {**Sampling(max_tokens=1).body(self._model, prompt), "kv_transfer_params": dict(parameters)}
         return self._post(url, body, _headers(request_id, rank))
 
     def decode(

@@ -26,7 +26,5 @@ class Subject:
         if self.peer is None:
             return f"request {self.request} (at {self.here})"
         host, port = self.peer.address
-        return (
-            f"request {self.request} (from {self.peer.incarnation[:8]} {self.peer.layout} at {host}:{port} "
-            f"to {self.here})"
-        )
+        layout = f" {self.peer.layout}" if self.peer.layout else ""  # whoever sends both legs at once does not know it
+        return f"request {self.request} (from {self.peer.incarnation[:8]}{layout} at {host}:{port} to {self.here})"

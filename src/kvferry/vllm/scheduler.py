@@ -276,9 +276,13 @@ class Consumer:
         if isinstance(why, Claim):
             self._send(asked)
             return
+        claim = asked.claim
         if dropped:
             self._release(*dropped)
             why = "no answer to the claim"
+        elif why and claim.ahead:
+            # The prefill may go on, and nobody else was told of it.
+            self._release(asked.address, Release(claim.incarnation, claim.request, claim.nonce, claim.claim))
         outcome = self._outcome(asked, reply, seconds)
         if why:
             self._tally.add("recomputed", label=outcome)

@@ -1,0 +1,170 @@
+"""Both legs at once: prompts move while they are computed, and the answers are a plain engine's."""
+
+import random
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.cluster.dispatch import Completion, Sampling
+from kvferry.cluster.metrics import PrefixHits, total
+from kvferry.cluster.transfers import await_transfers, read_transfers
+from kvferry.gateway.health import Report
+from kvferry.protocol.authentication import Seal
+from kvferry.protocol.identity import draw
+from kvferry.protocol.messages import Offer, Transfer
+
+from .conftest import Fleet, Instance, Key
+from .waiting import assert_nothing_is_held
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+KIND = "qwen2"
+BLOCK = 128
+REQUESTS, CONCURRENCY = 24, 8
+LEASE_S = 30.0
+
+
+@dataclass
+class Pair:
+    """Two engines with few blocks, a secret, and prompts prefilled 256 tokens at a time."""
+
+    fleet: Fleet
+    producer: Instance
+    consumer: Instance
+
+    def offer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Parameters of both legs, as whoever sends them at once makes them."""
+        text = httpx.get(f"{self.producer.url}/metrics", trust_env=False).content
+        [(host, port, incarnation)] = Report.parse(text).side_channels
+        transfer = Transfer(draw(), draw())
+        secret = Seal(self.producer.spec.environment["KVFERRY_SECRET"].encode())
+        offer = Offer(host, port, "", transfer.name, incarnation, transfer.nonce, None, None)
+        return transfer.to_params(), offer.to_params(secret)
+
+    def at_once(self, prompt: list[int], decoded: list[int] | None = None) -> Completion:
+        first, second = self.offer()
+        name = uuid.uuid4().hex
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(self.fleet.dispatcher.prefill, self.producer.url, prompt, name, None, first)
+            answer = self.fleet.dispatcher.decode(self.consumer.url, decoded or prompt, name, second)
+            prefill.result()
+        return answer
+
+    def plain(self, prompt: list[int]) -> tuple[int, ...]:
+        return self.fleet.dispatcher.complete(self.fleet.plain(KIND).url, prompt).tokens
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest) -> random.Random:
+    """Of each test's own: a prompt that another test has used may be cached."""
+    return random.Random(request.node.name)
+
+
+@pytest.fixture
+def pair(fleet: Fleet) -> Iterator[Pair]:
+    producer, consumer = fleet.instances(
+        Key(KIND, "pp=2", "kv_producer", variant="tight"), Key(KIND, "tp=1", "kv_consumer", variant="tight")
+    )
+    yield Pair(fleet, producer, consumer)
+    # Well before the lease would end what nobody loads.
+    assert_nothing_is_held(producer, consumer, within_s=LEASE_S / 3)
+
+
+def _prompt(source: random.Random, tokens: int) -> list[int]:
+    return [source.randint(10, 370) for _ in range(tokens)]
+
+
+def _metric(instance: Instance, name: str) -> int:
+    return total(httpx.get(f"{instance.url}/metrics", trust_env=False).text, name)
+
+
+def test_a_long_prompt_is_followed_read_and_vouched_for(pair: Pair, source: random.Random) -> None:
+    prompt = _prompt(source, 7 * 256 + 100)
+    earlier = len(read_transfers(pair.consumer.transfer_log))
+    assert pair.at_once(prompt).tokens == pair.plain(prompt)
+    [moved] = await_transfers(pair.consumer.transfer_log, lambda _: True, earlier + 1, deadline_s=5).transfers[earlier:]
+    assert (moved.used, moved.tokens) == (True, len(prompt))
+    text = httpx.get(f"{pair.consumer.url}/metrics", trust_env=False).text
+    assert 'phase="follow"' in text
+
+
+def test_a_queue_of_prompts_streams_between_engines_with_few_blocks(pair: Pair, source: random.Random) -> None:
+    # Just short of a whole block: the answer needs one more, for which somebody may have to make room.
+    prompts = [_prompt(source, BLOCK * source.randint(1, 6) - source.randint(1, 4)) for _ in range(REQUESTS)]
+    before = _metric(pair.producer, "vllm:num_preemptions")
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers = [answer.tokens for answer in pool.map(pair.at_once, prompts)]
+    assert answers == [pair.plain(prompt) for prompt in prompts]
+    print("preemptions at prefill:", _metric(pair.producer, "vllm:num_preemptions") - before)
+    assert PrefixHits.read(pair.consumer.url).external > 0
+
+
+@pytest.mark.parametrize("where", ["producer", "consumer"])
+@pytest.mark.parametrize("shared", [BLOCK, 3 * BLOCK, 700], ids=["one block", "three blocks", "whole"])
+def test_what_one_side_has_cached_streams_all_the_same(
+    pair: Pair, source: random.Random, shared: int, where: str
+) -> None:
+    first = _prompt(source, 700)
+    prompt = first[:shared] + _prompt(source, 700 - shared)
+    pair.fleet.dispatcher.complete(getattr(pair, where).url, first)
+    assert pair.at_once(prompt).tokens == pair.plain(prompt)
+
+
+def test_legs_with_different_prompts_are_answered_rightly(pair: Pair, source: random.Random) -> None:
+    prompt, other = _prompt(source, 700), _prompt(source, 700)
+    assert pair.at_once(prompt, other).tokens == pair.plain(other)
+
+
+def test_a_decode_leg_without_a_prefill_leg_is_computed_here(pair: Pair, source: random.Random) -> None:
+    prompt = _prompt(source, 300)
+    _, second = pair.offer()
+    answer = pair.fleet.dispatcher.decode(pair.consumer.url, prompt, uuid.uuid4().hex, second)
+    assert answer.tokens == pair.plain(prompt)
+
+
+def _given_up(url: str, body: dict[str, Any], patience_s: float) -> bool:
+    """Send a request and leave before it is answered; False where the answer was quicker."""
+    try:
+        httpx.post(f"{url}/v1/completions", json=body, timeout=patience_s, trust_env=False)
+    except httpx.TimeoutException:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("patience_s", [0.02, 0.05, 0.1])
+def test_a_prefill_that_its_client_gives_up_in_the_middle_is_computed_here(
+    pair: Pair, source: random.Random, patience_s: float
+) -> None:
+    prompt = _prompt(source, 7 * 256)
+    first, second = pair.offer()
+    body = {**Sampling(max_tokens=1).body("model", prompt), "kv_transfer_params": first}
+    with ThreadPoolExecutor(1) as pool:
+        decode = pool.submit(pair.fleet.dispatcher.decode, pair.consumer.url, prompt, uuid.uuid4().hex, second)
+        print("given up:", _given_up(pair.producer.url, body, patience_s))
+        assert decode.result().tokens == pair.plain(prompt)
+
+
+@pytest.mark.parametrize("patience_s", [0.02, 0.05, 0.1])
+def test_a_decode_that_its_client_gives_up_in_the_middle_leaves_nothing(
+    pair: Pair, source: random.Random, patience_s: float
+) -> None:
+    prompt = _prompt(source, 7 * 256)
+    first, second = pair.offer()
+    body = {**Sampling().body("model", prompt), "kv_transfer_params": second}
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(pair.fleet.dispatcher.prefill, pair.producer.url, prompt, "given-up", None, first)
+        print("given up:", _given_up(pair.consumer.url, body, patience_s))
+        prefill.result()
+
+
+def test_an_offer_that_is_not_signed_is_not_followed(pair: Pair, source: random.Random) -> None:
+    prompt = _prompt(source, 300)
+    _, second = pair.offer()
+    second["kvferry"]["mac"] = "00" * 32
+    answer = pair.fleet.dispatcher.decode(pair.consumer.url, prompt, uuid.uuid4().hex, second)
+    assert answer.tokens == pair.plain(prompt)
