@@ -211,6 +211,14 @@ class Agent:
             read.descriptors += len(part)
         return read
 
+    def touch(self, agent: str, memory: str, device: int, address: int) -> Read:
+        """A read into nobody's memory, that ends some time."""
+        number = next(self._numbers)
+        handle = self._handles[number] = Handle(self._fabric.agents[agent], [], set())
+        self.open.add(handle)
+        self._world.at(self._world.soon(self._fabric.slowest), lambda: self._end(handle, None), self.party)
+        return Read(agent, [number])
+
     def poll(self, read: Read) -> bool:
         for number in read.handles:
             if self._handles[number].ended:

@@ -88,6 +88,9 @@ class Worker:
             right = self.cache.holds(blocks, request.tokens, span.start)
             require(right, CONTENT, "{} attends to wrong KV on {} {}", request.request_id, self.core.host, self.name)
             self.cache.write(blocks, request.tokens, span)
+        for address, incarnation in step.metadata.sighted:
+            self.reader.meet(address, incarnation)
+            self._poke()
         for order in step.metadata.loads:
             self.orders[order.request], self._since[order.request] = order, self.world.now
             self.reader.submit(order)
@@ -154,7 +157,7 @@ class Worker:
             self.reader.turn(0)
         if self.reader.overdue > overdue:
             self.world.cover("reader:reading", "overdue")
-        if self.reader._reading and not self._looking:
+        if (self.reader._reading or self.reader._warming) and not self._looking:
             self._looking = True
             self.world.at(self.LOOK_S, self._look, self.core)
 

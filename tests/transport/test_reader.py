@@ -320,6 +320,42 @@ def test_a_look_at_reads_under_way_comes_back_however_short_its_wait():
     assert not thread.is_alive()
 
 
+# First contact ahead of need
+
+
+def _met(consumer):
+    return {
+        incarnation: peer for incarnation, peer in consumer.reader._peers.items() if peer.layout and not peer.active
+    }
+
+
+def test_a_producer_that_was_sighted_is_connected_before_anything_is_loaded_from_it(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    consumer.reader.meet(producer.address, producer.grants.incarnation)
+    consumer.reader.meet(producer.address, producer.grants.incarnation)
+    _wait_for(lambda: producer.grants.incarnation in _met(consumer))
+    assert (consumer.memory == 0).all(), "the warm-up read goes elsewhere"
+    assert consumer.load(producer.order()).failure is None
+    assert producer.hellos == 1
+    _assert_only(consumer, producer, [(7, 3), (8, 4), (9, 5)])
+
+
+def test_a_sighted_producer_that_is_none_delays_and_costs_nothing(parties):
+    producer, consumer = parties(Producer), parties(Consumer)
+    consumer.reader.meet(("127.0.0.1", 9), draw())
+    consumer.reader.meet(producer.address, draw())
+    assert consumer.load(producer.order()).failure is None
+    _wait_for(lambda: set(consumer.reader._peers) == {producer.grants.incarnation})
+
+
+def test_made_up_addresses_are_few_at_a_time_and_needed_ones_are_met_all_the_same(parties):
+    silent, producer, consumer = parties(Producer, mute=(Hello,)), parties(Producer), parties(Consumer)
+    for _ in range(3 * reader_module.MOST_STRANGERS):
+        consumer.reader.meet(silent.address, draw())
+    assert consumer.load(producer.order()).failure is None
+    assert len(consumer.reader._peers) <= reader_module.MOST_STRANGERS + 1
+
+
 # Prefills that go on
 
 

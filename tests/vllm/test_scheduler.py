@@ -411,3 +411,13 @@ def test_an_adapter_is_part_of_a_prompts_identity():
     plain, adapted = _make_request("a", None), _make_request("b", None)
     adapted.lora_request = SimpleNamespace(lora_name="tuned")
     assert identity_of(plain, 300) != identity_of(adapted, 300)
+
+
+def test_the_workers_are_told_once_of_a_producer_that_is_new(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    sighted = []
+    for number in range(2):
+        _, params = _prefill(producer, f"p-{number}", list(range(number, 300 + number)))
+        consumer.on_new_request(_make_request(f"d-{number}", params, list(range(number, 300 + number))))
+        sighted += consumer.build_connector_meta(None).sighted
+    assert sighted == [(producer._producer.address, params["kvferry"]["incarnation"])]

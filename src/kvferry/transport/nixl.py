@@ -30,6 +30,8 @@ wakes on traffic all the same, so the pause costs no latency: with 1000, 2000, 5
 WAIT_S = 0.0002
 """Between two looks at a read that ``Agent.wait`` waits for."""
 
+SCRATCH_BYTES = 8
+
 # UCX's registration cache grows without bound under vLLM's allocator unless told otherwise
 # (vLLM issue 24264, pull 32181); UCX reads these when it is loaded.
 _UCX_DEFAULTS = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
@@ -92,6 +94,9 @@ class Agent:
         except Exception as error:
             raise TransferError(f"NIXL could not start its {backend} plugin: {error}") from error
         self._registered: list[object] = []
+        self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)
+        start = self._scratch.ctypes.data
+        self.register([("DRAM", 0, Span(start, start + SCRATCH_BYTES))])
 
     def _make(self, name: str, progress_delay_us: int | None) -> Any:
         """A NIXL agent; without a delay there is no progress thread, and nothing happens unless it is polled."""
@@ -168,6 +173,12 @@ class Agent:
             read.bytes += part.bytes
             read.descriptors += len(part)
         return read
+
+    def touch(self, agent: str, memory: str, device: int, address: int) -> Read:
+        """Post a tiny READ from ``agent`` into memory of its own: connections come about with the first bytes only."""
+        one = np.ones(1, np.int64)
+        part = Descriptors(one * self._scratch.ctypes.data, one * address, one * SCRATCH_BYTES)
+        return self.read(agent, {("DRAM", 0, memory, device): part})
 
     def poll(self, read: Read) -> bool:
         """Drive ``read``; True once none of its handles can touch memory. Then ``read.error`` tells how it went."""

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0005
 
+MOST_STRANGERS = 64
+"""Peers that have not answered yet; beyond them nobody is met ahead of need. Anybody can make up addresses."""
+
 MOST_REASONS = 3
 """Of a pair that cannot work, in a message: most of them repeat for every layer."""
 
@@ -181,6 +184,7 @@ class Reader:
     _inbox: queue.Queue[Callable[[], None] | None] = field(default_factory=queue.Queue)
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _reading: list[_Active] = field(default_factory=list)
+    _warming: list[tuple[str, Read]] = field(default_factory=list)
     _agent: Agent | None = None
     _metadata: bytes = b""
     _failed: BaseException | None = None
@@ -210,6 +214,10 @@ class Reader:
         began = self.clock()
         self._inbox.put(lambda: self._begin(order, began))
 
+    def meet(self, address: Address, incarnation: str) -> None:
+        """A load from there may come: get to know each other ahead of it."""
+        self._inbox.put(lambda: self._sight(address, incarnation))
+
     def close(self, timeout: float = 5.0) -> None:
         """End the thread; orders that have not ended get no outcome. Safe to call twice."""
         if self._thread is not None and self._thread.is_alive():
@@ -224,7 +232,7 @@ class Reader:
             return
         finally:
             self._ready.set()
-        while self.turn(POLL_S if self._reading else None):
+        while self.turn(POLL_S if self._reading or self._warming else None):
             pass
 
     def open(self) -> None:
@@ -244,7 +252,7 @@ class Reader:
             return False
         try:
             event()
-            if self._reading:
+            if self._reading or self._warming:
                 self._poll()
         except Exception:
             logger.exception("the KVFerry transfer thread goes on after an error")
@@ -253,7 +261,7 @@ class Reader:
     # First contact
 
     def _begin(self, order: Order, began: float) -> None:
-        peer = self._peers.get(order.incarnation) or self._meet(order)
+        peer = self._peers.get(order.incarnation) or self._meet(order.address, order.incarnation)
         if peer.layout is None or peer.broken:
             peer.waiting.append((order, began))
         else:
@@ -264,15 +272,18 @@ class Reader:
         peer.active += 1
         return _Active(order, peer, began, order.grant, order.grant.life, order.first_token)
 
-    def _meet(self, order: Order) -> _Peer:
-        self._forget_idle(order.address)
-        peer = self._peers[order.incarnation] = _Peer(order.address, self.clock())
-        incarnation = order.incarnation
+    def _sight(self, address: Address, incarnation: str) -> None:
+        strangers = sum(peer.layout is None for peer in self._peers.values())
+        if incarnation not in self._peers and strangers < MOST_STRANGERS:
+            self._meet(address, incarnation)
+
+    def _meet(self, address: Address, incarnation: str) -> _Peer:
+        peer = self._peers[incarnation] = _Peer(address, self.clock())
 
         def on_reply(reply: Reply | None) -> None:
             self._inbox.put(lambda: self._met(incarnation, reply))
 
-        self.ask(order.address, Hello(incarnation), self.deadlines.handshake, on_reply)
+        self.ask(address, Hello(incarnation), self.deadlines.handshake, on_reply)
         return peer
 
     def _met(self, incarnation: str, reply: Reply | None) -> None:
@@ -285,8 +296,11 @@ class Reader:
             peer.broken = True
             for active in actives:
                 self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
+            if not actives:
+                self._forget(incarnation)
             return
         self.on_contact(self.clock() - peer.since)
+        self._forget_idle(peer.address, incarnation)
         for active in actives:
             self._advance(active)
 
@@ -303,11 +317,41 @@ class Reader:
         for index in peer.plan.reads:
             peer.agents[index] = self._agent.connect(reply.layout.workers[index].agent)
         peer.layout = reply.layout
+        self._warm_up(peer, incarnation)
 
-    def _forget_idle(self, address: Address) -> None:
-        """An address with a new incarnation was restarted: its earlier ones will not come back."""
+    def _warm_up(self, peer: _Peer, incarnation: str) -> None:
+        """Have the connections to a peer made now rather than by the first load."""
+        assert self._agent is not None
+        for index, pieces in peer.plan.reads.items():
+            there = pieces[0].remote
+            read = self._agent.touch(peer.agents[index], there.memory, there.device, there.address)
+            self._warming.append((incarnation, read))
+            peer.active += 1
+
+    def _warmed(self) -> None:
+        """Collect warm-up reads that have ended. A peer that does not even answer those is met anew."""
+        assert self._agent is not None
+        for entry in list(self._warming):
+            incarnation, read = entry
+            if self._agent.poll(read):
+                self._warming.remove(entry)
+                peer = self._peers[incarnation]
+                peer.broken = peer.broken or read.error is not None
+                self._leave(peer, incarnation)
+
+    def _leave(self, peer: _Peer, incarnation: str) -> None:
+        """Something under way with a peer has ended; one that is broken is forgotten with the last of it."""
+        peer.active -= 1
+        if peer.broken and not peer.active:
+            self._forget(incarnation)
+            for waiting in peer.waiting:
+                self._begin(*waiting)
+
+    def _forget_idle(self, address: Address, current: str) -> None:
+        """Who answers at an address is the only one there: earlier incarnations will not come back."""
         for incarnation, peer in list(self._peers.items()):
-            if peer.address == address and not peer.active and not peer.waiting:
+            known = peer.address == address and incarnation != current and peer.layout is not None
+            if known and not peer.active and not peer.waiting:
                 self._forget(incarnation)
 
     def _forget(self, incarnation: str) -> None:
@@ -390,6 +434,7 @@ class Reader:
             active.ends["follow"] = now
 
     def _poll(self) -> None:
+        self._warmed()
         for active in list(self._reading):
             self._collect(active)
             # Every handle must have ended before anything is said, also after the first failure.
@@ -453,11 +498,7 @@ class Reader:
 
     def _end(self, active: _Active) -> None:
         peer, order = active.peer, active.order
-        peer.active -= 1
-        if peer.broken and not peer.active:
-            self._forget(order.incarnation)
-            for waiting in peer.waiting:
-                self._begin(*waiting)
+        self._leave(peer, order.incarnation)
         parts = () if peer.layout is None else tuple(self._parts(active, peer.layout))
         active.ends["ack"] = self.clock()
         seconds = active.ends["ack"] - active.started

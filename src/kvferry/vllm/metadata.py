@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvferry.geometry import WorkerShards
 from kvferry.protocol.loads import Order
+from kvferry.protocol.messages import Address
 from kvferry.vllm.tracing import Headers
 
 
@@ -29,12 +30,14 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: orders given in this step.
         released: producer requests whose blocks may be freed.
+        sighted: producers heard of for the first time, as (address, incarnation).
         step: its number, where the scheduler half wants to know when it has been executed.
         traces: headers of those loads that are traced.
     """
 
     loads: list[Order] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    sighted: list[tuple[Address, str]] = field(default_factory=list)
     traces: dict[str, Headers] = field(default_factory=dict)
     step: int | None = None
 

@@ -55,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 STARTING = Gone("the engine is still starting")
 
+MOST_SIGHTED = 1 << 12
+"""Incarnations of producers that the workers were told of, so as to tell them once."""
+
 
 def worker_name(pp_rank: int, tp_rank: int) -> str:
     """How a reader names itself in claims and acknowledgements."""
@@ -243,6 +246,8 @@ class Consumer:
         self._loads = Loads(incarnation, readers, settings.claim_timeout, settings.hold_timeout, edges.clock)
         self._lock = threading.Lock()
         self._client = edges.connect("kvferry-claims", self._tick)
+        self._sighted: set[str] = set()
+        self._unsaid: list[tuple[Address, str]] = []
         self._warned = False
 
     def arrived(self, request: EngineRequest) -> None:
@@ -259,9 +264,19 @@ class Consumer:
             self._refuse(subject, "prompt", "the offered KV cache was computed from another prompt")
             self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
             return
+        if offer.incarnation not in self._sighted:
+            if len(self._sighted) == MOST_SIGHTED:
+                self._sighted.clear()
+            self._sighted.add(offer.incarnation)
+            self._unsaid.append((offer.address, offer.incarnation))
         with self._lock:
             claim = self._loads.begin(request.request_id, offer, tokens, token_hash)
         self._send(_Asked(subject, offer.address, claim, self._clock(), request.trace_headers))
+
+    def take_sighted(self) -> list[tuple[Address, str]]:
+        """Producers heard of for the first time since the last call."""
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid
 
     def _send(self, asked: _Asked) -> None:
         timeout = self._settings.claim_timeout + (WAIT_S if asked.claim.ahead else 0.0)
@@ -440,9 +455,12 @@ class SchedulerHalf:
     def build_connector_meta(self, output: SchedulerOutput) -> StepMetadata:
         orders, self._orders = self._orders, []
         traces, self._traces = self._traces, {}
-        if self._producer is None:
-            return StepMetadata(orders, traces=traces)
-        return StepMetadata(orders, self._producer.take_released(), traces, self._producer.scheduled(output))
+        metadata = StepMetadata(orders, traces=traces)
+        if self._consumer:
+            metadata.sighted = self._consumer.take_sighted()
+        if self._producer:
+            metadata.released, metadata.step = self._producer.take_released(), self._producer.scheduled(output)
+        return metadata
 
     def take_stats(self) -> TransferStats | None:
         """Statistics since the last call, None when nothing happened."""

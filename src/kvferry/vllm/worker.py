@@ -119,9 +119,12 @@ class WorkerHalf:
 
     def start_load_kv(self, metadata: StepMetadata) -> None:
         self._traces |= metadata.traces
-        for order in metadata.loads:
+        if metadata.sighted or metadata.loads:
             assert self._reader is not None, "vLLM registers the KV cache before the first step"
-            self._reader.submit(order)
+            for address, incarnation in metadata.sighted:
+                self._reader.meet(address, incarnation)
+            for order in metadata.loads:
+                self._reader.submit(order)
         self._released.update(metadata.released)
         self._step = metadata.step
 
