@@ -9,6 +9,8 @@ One load per request: once it is forgotten (done or failed), the request never a
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -118,6 +120,8 @@ class Loads:
         self._hold_timeout = hold_timeout
         self._clock = clock
         self._loads: dict[str, Load] = {}
+        self._timers: list[tuple[float, int, Load]] = []
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -150,6 +154,7 @@ class Loads:
         if isinstance(reply, Granted) and reply.tokens >= load.message.tokens:
             load.state, load.grant = State.GRANTED, reply
             load.renew_at, load.give_back_at = now + reply.ttl / 3, now + self._hold_timeout
+            self._time(load)
             return None
         del self._loads[request]
         return reply.reason if isinstance(reply, Gone) else "no valid answer to the claim"
@@ -218,9 +223,8 @@ class Loads:
         now = self._clock()
         batches: dict[tuple[Address, str], list[tuple[str, str]]] = {}
         given_back = []
-        for load in self._loads.values():
-            if load.due_at is None or load.due_at > now:
-                continue
+        while (load := self._first()) is not None and load.due_at is not None and load.due_at <= now:
+            heapq.heappop(self._timers)
             if load.state is State.GRANTED and load.give_back_at <= now:
                 load.lost = True
                 given_back.append(load.release)
@@ -228,6 +232,7 @@ class Loads:
                 load.renew_at = now + load.grant.ttl / 3
                 key = (load.offer.address, load.offer.incarnation)
                 batches.setdefault(key, []).append((load.offer.request, load.claim))
+                self._time(load)
         renewals = [(address, Renew(incarnation, claims)) for (address, incarnation), claims in batches.items()]
         return [*renewals, *given_back]
 
@@ -237,10 +242,26 @@ class Loads:
         A load under way learns it from the answer to its acknowledgement.
         """
         gone = set(reply.gone) if isinstance(reply, Renewed) else set()
-        for load in self._loads.values():
+        for load in self._loads.values() if gone else ():
             load.lost = load.lost or load.claim in gone
 
     def next_due(self) -> float | None:
         """Seconds until ``due`` has something to send, None while it has not."""
-        times = [load.due_at for load in self._loads.values() if load.due_at is not None]
-        return max(0.0, min(times) - self._clock()) if times else None
+        first = self._first()
+        return None if first is None or first.due_at is None else max(0.0, first.due_at - self._clock())
+
+    def _time(self, load: Load) -> None:
+        """Have a look at a load when it will be due. Each that is granted has one entry, which may be too early."""
+        if load.due_at is not None:
+            heapq.heappush(self._timers, (load.due_at, next(self._numbers), load))
+
+    def _first(self) -> Load | None:
+        """The load that is due first."""
+        while self._timers:
+            moment, _, load = self._timers[0]
+            if load.due_at == moment and self._loads.get(load.request) is load:
+                return load
+            heapq.heappop(self._timers)
+            if self._loads.get(load.request) is load:
+                self._time(load)
+        return None
