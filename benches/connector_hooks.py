@@ -148,9 +148,8 @@ def main() -> None:
             assert producer.stdin is not None
             producer.stdin.close()
             producer.wait(DEADLINE_S)
-    print(
-        f"{options.requests} requests of {options.tokens} tokens in flight, {options.rounds} rounds, load {os.getloadavg()[0]}"
-    )
+    load = os.getloadavg()[0]
+    print(f"{options.requests} of {options.tokens} tokens in flight, {options.rounds} rounds, load {load:.1f}")
     timed.show()
 
 

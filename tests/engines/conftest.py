@@ -50,7 +50,7 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
             *("--num-gpu-blocks-override", "18", "--max-num-batched-tokens", "256", "--async-scheduling"),
             "--no-scheduler-reserve-full-isl",  # else no prefill starts that may have to be preempted
         ),
-        "connector_config": {"kv_lease_duration": 30, "claim_timeout": 5},
+        "connector_config": {"kv_lease_duration": 30, "claim_timeout": 5, "streaming": True},
         "kv_load_failure_policy": "recompute",
         "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },

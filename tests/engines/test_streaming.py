@@ -11,7 +11,10 @@ import httpx
 import pytest
 
 from kvferry.cluster.dispatch import Completion, Sampling
+from kvferry.cluster.launch import start_router
 from kvferry.cluster.metrics import PrefixHits, total
+from kvferry.cluster.ports import free_ports
+from kvferry.cluster.supervisor import Supervisor
 from kvferry.cluster.transfers import await_transfers, read_transfers
 from kvferry.gateway.health import Report
 from kvferry.protocol.authentication import Seal
@@ -43,7 +46,7 @@ class Pair:
         [(host, port, incarnation)] = Report.parse(text).side_channels
         transfer = Transfer(draw(), draw())
         secret = Seal(self.producer.spec.environment["KVFERRY_SECRET"].encode())
-        offer = Offer(host, port, "", transfer.name, incarnation, transfer.nonce, None, None)
+        offer = Offer.ahead((host, port), incarnation, transfer)
         return transfer.to_params(), offer.to_params(secret)
 
     def at_once(self, prompt: list[int], decoded: list[int] | None = None) -> Completion:
@@ -160,6 +163,34 @@ def test_a_decode_that_its_client_gives_up_in_the_middle_leaves_nothing(
         prefill = pool.submit(pair.fleet.dispatcher.prefill, pair.producer.url, prompt, "given-up", None, first)
         print("given up:", _given_up(pair.consumer.url, body, patience_s))
         prefill.result()
+
+
+@pytest.fixture
+def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Supervisor(tmp_path_factory.mktemp("router")) as supervisor:
+        port, metrics_port = free_ports(2)
+        yield start_router(supervisor, pair.producer.spec, pair.consumer.spec, (port, metrics_port), lambda *_: None)
+
+
+def test_vllm_router_sends_both_legs_at_once_and_the_answers_are_right(
+    pair: Pair, source: random.Random, router: str
+) -> None:
+    """It keeps who the producer is from its first answer on, and then waits for no other."""
+    log = pair.consumer.transfer_log
+    prompts = [_prompt(source, 7 * 256 + number) for number in range(4)]
+    earlier, followed = len(read_transfers(log)), _followed(pair)
+    for prompt in prompts:
+        assert pair.fleet.dispatcher.complete(router, prompt).tokens == pair.plain(prompt)
+    moved = await_transfers(log, lambda _: True, earlier + len(prompts), deadline_s=5).transfers[earlier:]
+    assert [(transfer.used, transfer.tokens) for transfer in moved] == [(True, len(prompt)) for prompt in prompts]
+    assert _followed(pair) - followed >= len(prompts) - 1
+
+
+def _followed(pair: Pair) -> int:
+    """Loads so far whose prefill had not ended when they began."""
+    text = httpx.get(f"{pair.consumer.url}/metrics", trust_env=False).text
+    lines = [line for line in text.splitlines() if line.startswith("kvferry:phase_seconds_count") and "follow" in line]
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines)
 
 
 def test_an_offer_that_is_not_signed_is_not_followed(pair: Pair, source: random.Random) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ParamsError
 from kvferry.protocol.authentication import Seal
-from kvferry.protocol.messages import PARAMS_KEY, PROTOCOL_VERSION, Claim, Offer, Transfer, encode
+from kvferry.protocol.messages import PARAMS_KEY, PROTOCOL_VERSION, Claim, Offer, Transfer, encode, engine_identity
 
 TOKEN = "0123456789abcdef" * 2
 OFFER = Offer("10.0.0.7", 5601, "prefill-3", "cmpl-1", TOKEN, TOKEN[::-1], 1500, TOKEN, "tp2pp2dp0")
@@ -220,3 +220,43 @@ def test_a_broken_transfer_is_refused(key, name):
     params = _change(TRANSFER.to_params(), key, BROKEN[name])
     with pytest.raises(ParamsError):
         Transfer.from_params(params)
+
+
+IDENTITY = {"remote_host": "10.0.0.7", "remote_port": 5601, "tp_size": 1, "remote_request_id": "anything"}
+
+
+def _identity(seal):
+    return {**IDENTITY, "remote_engine_id": engine_identity(("10.0.0.7", 5601), TOKEN, seal)}
+
+
+def test_both_legs_of_a_request_find_each_other_by_the_id_that_their_router_gave_them():
+    """vLLM adds random digits to it, others on each side; a prompt list or n > 1 adds a number, the same on both."""
+    at_prefill = Transfer.of_request("cmpl-___prefill_addr_a___decode_addr_b_0123-0-89abcdef")
+    offer = Offer.of_identity(_identity(SEAL), "cmpl-___prefill_addr_a___decode_addr_b_0123-0-76543210", SEAL)
+    assert (offer.request, offer.nonce) == (at_prefill.name, at_prefill.nonce)
+    assert (offer.address, offer.incarnation, offer.tokens) == (("10.0.0.7", 5601), TOKEN, None)
+    other = Offer.of_identity(_identity(SEAL), "cmpl-___prefill_addr_a___decode_addr_b_0123-1-76543210", SEAL)
+    assert other.request != offer.request
+
+
+def test_an_engine_id_that_is_an_ordinary_label_is_no_identity():
+    assert Offer.of_identity({**IDENTITY, "remote_engine_id": "prefill-3"}, "r", OPEN) is None
+    assert Offer.of_identity({}, "r", OPEN) is None
+
+
+@pytest.mark.parametrize("change", [{"remote_host": "10.0.0.8"}, {"remote_port": 5602}, {"remote_engine_id": "other"}])
+def test_an_identity_that_was_altered_or_not_signed_is_refused(change):
+    altered = {**_identity(SEAL), **change}
+    if "remote_engine_id" in change:
+        altered["remote_engine_id"] = engine_identity(("10.0.0.7", 5601), TOKEN, OPEN)
+    with pytest.raises(ParamsError, match="not signed"):
+        Offer.of_identity(altered, "r", SEAL)
+
+
+@pytest.mark.parametrize("change", [{"remote_host": "8.8.8.8"}, {"remote_host": {"a": 1}}, {"remote_port": 0}])
+def test_an_identity_with_an_address_that_may_not_be_spoken_to_is_refused(change):
+    identity = {**IDENTITY, **change}
+    host = identity["remote_host"] if isinstance(identity["remote_host"], str) else "10.0.0.7"
+    identity["remote_engine_id"] = engine_identity((host, identity["remote_port"]), TOKEN, OPEN)
+    with pytest.raises(ParamsError):
+        Offer.of_identity(identity, "r", OPEN)

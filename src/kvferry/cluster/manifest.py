@@ -36,6 +36,7 @@ GATEWAY_OPTIONS = (
     "prefill-timeout",
     "probe-interval",
     "skip-prefill-below",
+    "streaming",
     "workers",
 )
 """Options of ``kvferry gateway`` that a cluster does not set itself."""

@@ -149,7 +149,7 @@ class BothAtOnce:
             return await PrefillFirst().open(legs, job)
         host, port, incarnation = rank.side_channel
         transfer = Transfer(draw(), draw())
-        offer = Offer(host, port, "", transfer.name, incarnation, transfer.nonce, None, None)
+        offer = Offer.ahead((host, port), incarnation, transfer)
         grant = Grant(rank, Raw(bodies.encode(offer.to_params(self.seal))), None)
         tasks: tuple[asyncio.Task[Grant | None], asyncio.Task[Opened]] = (
             asyncio.create_task(legs.prefill_on(job, [rank], Raw(bodies.encode(transfer.to_params())))),

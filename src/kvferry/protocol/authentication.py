@@ -27,6 +27,7 @@ class Purpose(Enum):
     """What a MAC is over, so that one kind of text never passes for another."""
 
     PARAMETERS = b"parameters"
+    IDENTITY = b"identity"
     REQUEST = b"request"
     REPLY = b"reply"
 

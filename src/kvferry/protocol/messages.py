@@ -6,6 +6,8 @@ decodes, so a handler only ever sees well-formed messages.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +27,10 @@ MAX_REPLY_BYTES = 64 << 20
 
 PARAMS_KEY = "kvferry"
 """The one key of this project in ``kv_transfer_params``; the others there are vLLM's own."""
+
+NOT_SIGNED = "kv_transfer_params are not signed with this engine's secret; do all instances share it?"
+IDENTITY = re.compile(r"kvferry-([0-9a-f]{16,64})-([0-9a-f]*)")
+RANDOM_END = re.compile(r"-[0-9a-f]{8}\Z")
 
 Address = tuple[str, int]
 """Host and port of a producer's side channel."""
@@ -103,6 +109,39 @@ class Offer(msgspec.Struct, frozen=True):
         }
 
     @classmethod
+    def ahead(cls, address: Address, incarnation: str, transfer: Transfer) -> Offer:
+        """Of a prefill that may not have begun, made by whoever sends its request."""
+        return cls(*address, "", transfer.name, incarnation, transfer.nonce, None, None)
+
+    @classmethod
+    def of_identity(cls, params: dict[str, Any], request: str, seal: Seal) -> Offer | None:
+        """Of the prefill leg of a request with the same id, at the producer that ``engine_identity`` names in
+        ``kv_transfer_params``; None where it names none.
+
+        Raises:
+            ParamsError: nobody with this secret signed it, or (without a secret) its address is not private.
+        """
+        found = IDENTITY.fullmatch(str(params.get("remote_engine_id")))
+        if found is None:
+            return None
+        try:
+            host, port = msgspec.convert((params.get("remote_host"), params.get("remote_port")), tuple[Host, Port])
+        except msgspec.ValidationError as error:
+            raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
+        if not seal.accepts(_unhex(found[2]), Purpose.IDENTITY, _identity_text((host, port), found[1])):
+            raise ParamsError(NOT_SIGNED)
+        return cls.ahead((host, port), found[1], Transfer.of_request(request)).admitted(seal)
+
+    def admitted(self, seal: Seal) -> Offer:
+        """Itself, if its address may be spoken to. Raises ``ParamsError``."""
+        if not seal.admits(self.host):
+            raise ParamsError(
+                f"kv_transfer_params name the host {self.host}, which is no address of a private network, and there "
+                "is no secret to check them with: set KVFERRY_SECRET or secret_file, or allow_public_peers"
+            )
+        return self
+
+    @classmethod
     def from_params(cls, params: dict[str, Any], seal: Seal) -> Offer:
         """Read ``kv_transfer_params`` as they came with a request, from whoever sent them.
 
@@ -135,13 +174,8 @@ class Offer(msgspec.Struct, frozen=True):
         if (offer.tokens is None) != (offer.token_hash is None):
             raise ParamsError("kv_transfer_params have a number of tokens without their hash, or the other way round")
         if not seal.accepts(_unhex(mac), Purpose.PARAMETERS, text):
-            raise ParamsError("kv_transfer_params are not signed with this engine's secret; do all instances share it?")
-        if not seal.admits(offer.host):
-            raise ParamsError(
-                f"kv_transfer_params name the host {offer.host}, which is no address of a private network, and there "
-                "is no secret to check them with: set KVFERRY_SECRET or secret_file, or allow_public_peers"
-            )
-        return offer
+            raise ParamsError(NOT_SIGNED)
+        return offer.admitted(seal)
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -154,6 +188,16 @@ class Transfer(msgspec.Struct, frozen=True):
 
     name: Token
     nonce: Token
+
+    @classmethod
+    def of_request(cls, request: str) -> Transfer:
+        """Of a request whose two legs go under one id: vLLM's id of it without the random end that each engine adds.
+
+        That id is as hard to guess as its sender made it.
+        """
+        base = RANDOM_END.sub("", request).encode()
+        name, nonce = (hashlib.blake2b(base, digest_size=16, person=part).hexdigest() for part in (b"name", b"nonce"))
+        return cls(name, nonce)
 
     def to_params(self) -> dict[str, Any]:
         """``kv_transfer_params`` of the prefill request."""
@@ -176,6 +220,16 @@ class Transfer(msgspec.Struct, frozen=True):
             return msgspec.convert(own, cls)
         except (msgspec.ValidationError, RecursionError, OverflowError) as error:
             raise ParamsError(f"kv_transfer_params are malformed: {error}") from error
+
+
+def engine_identity(address: Address, incarnation: str, seal: Seal) -> str:
+    """An engine id that says where a producer answers claims, to routers that keep it and pass it on by itself."""
+    mac = seal.sign(Purpose.IDENTITY, _identity_text(address, incarnation)).hex()
+    return f"kvferry-{incarnation}-{mac}"
+
+
+def _identity_text(address: Address, incarnation: str) -> bytes:
+    return encode((PROTOCOL_VERSION, *address, incarnation))
 
 
 def _unhex(mac: object) -> bytes:

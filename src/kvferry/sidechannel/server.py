@@ -197,7 +197,11 @@ class Listener:
                     sock.close()
                 else:
                     peer = _Peer(self, loop.time() + self._patience)
-                    await loop.connect_accepted_socket(lambda peer=peer: peer, sock)  # type: ignore[misc]
+                    try:
+                        await loop.connect_accepted_socket(lambda peer=peer: peer, sock)  # type: ignore[misc]
+                    except BaseException:
+                        sock.close()  # the listener is being closed, and its loop may not get round to it
+                        raise
 
     def _make_room(self) -> bool:
         """Drop the oldest stranger; False if all peers are known."""

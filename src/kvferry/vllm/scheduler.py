@@ -19,6 +19,7 @@ from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
 from kvferry.protocol.loads import Loads, Order
 from kvferry.protocol.messages import (
+    PARAMS_KEY,
     WAIT_S,
     Address,
     Claim,
@@ -34,6 +35,7 @@ from kvferry.protocol.messages import (
     Waiting,
     Welcome,
     encode,
+    engine_identity,
 )
 from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
@@ -101,7 +103,9 @@ class Producer:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges, tally: Tally) -> None:
+    def __init__(
+        self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges, tally: Tally
+    ) -> None:
         parallel = config.parallel_config
         self._config = config
         self._settings = settings
@@ -115,6 +119,9 @@ class Producer:
         port = settings.side_channel_port and settings.side_channel_port + parallel.data_parallel_index
         self._listener = edges.listen(bind, port, self._answer, self._tick)
         self.address: Address = (get_ip() if bind in ("0.0.0.0", "::", "*") else bind, self._listener.port)
+        self._engine_id = str(config.kv_transfer_config.engine_id)
+        if settings.streaming:
+            self._engine_id = engine_identity(self.address, incarnation, seal)
         logger.info("KVFerry listens on %s:%d as incarnation %s, %s", *self.address, incarnation, self._layout)
 
     def describe(self, layout: EngineLayout) -> None:
@@ -151,6 +158,8 @@ class Producer:
         """A request with ``do_remote_decode``: in a transfer that streams it can be claimed from now on."""
         try:
             transfer = Transfer.from_params(request.kv_transfer_params or {})
+            if transfer is None and self._settings.streaming:
+                transfer = Transfer.of_request(request.request_id)
         except ParamsError as error:
             logger.warning("request %s does not stream: %s", request.request_id, error)
             return
@@ -197,7 +206,7 @@ class Producer:
         return Offer(
             host=host,
             port=port,
-            engine_id=str(self._config.kv_transfer_config.engine_id),
+            engine_id=self._engine_id,
             request=grant.name,
             incarnation=self._grants.incarnation,
             nonce=grant.nonce,
@@ -253,7 +262,9 @@ class Consumer:
     def arrived(self, request: EngineRequest) -> None:
         """A request with ``do_remote_prefill``: claim its offer, whatever the scheduler does with it meanwhile."""
         try:
-            offer = Offer.from_params(request.kv_transfer_params or {}, self._seal)
+            params = request.kv_transfer_params or {}
+            known = None if PARAMS_KEY in params else Offer.of_identity(params, request.request_id, self._seal)
+            offer = known or Offer.from_params(params, self._seal)
         except ParamsError as error:
             self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
             return
@@ -412,9 +423,9 @@ class SchedulerHalf:
         self._traces: dict[str, Headers] = {}
         self._tally = Tally()
         transfer = config.kv_transfer_config
-        parts = (self._incarnation, edges, self._tally)
-        self._producer = Producer(config, settings, *parts) if transfer.is_kv_producer else None
-        self._consumer = Consumer(config, settings, self._seal, *parts) if transfer.is_kv_consumer else None
+        parts = (config, settings, self._seal, self._incarnation, edges, self._tally)
+        self._producer = Producer(*parts) if transfer.is_kv_producer else None
+        self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""
@@ -486,7 +497,10 @@ class SchedulerHalf:
         complete = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         offer = self._producer.finished(request, blocks) if self._producer and wanted and complete else None
         if offer is not None:
-            return True, offer.to_params(self._seal)
+            # Routers that know vLLM's push mode keep who the engine is, and from the second request on send both legs
+            # of a request at once.
+            mode = {"transfer_mode": "push"} if self._settings.streaming else {}
+            return True, {**offer.to_params(self._seal), **mode}
         if self._producer:
             self._producer.ended(request)
         return False, None

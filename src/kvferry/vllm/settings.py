@@ -36,6 +36,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nixl_progress_delay_us: pause of NIXL's progress thread, in microseconds; 0 spins one core per worker.
         backends: the NIXL plugin to use (one).
         backend_params: its options.
+        streaming: for routers that send both legs of a request at once with one X-Request-Id, as vllm-router does for
+            vLLM's push mode: every prefill can be claimed under that id from its arrival on. At prefill.
         secret_file: a file with the secret that all instances share; it wins over the variable KVFERRY_SECRET.
         allow_public_peers: without a secret, also talk to addresses that are not private.
         model_id: names the model where prefill and decode know it under different paths.
@@ -52,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nixl_progress_delay_us: Annotated[int, Meta(ge=0)] = PROGRESS_DELAY_US
     backends: Annotated[list[str], Meta(min_length=1, max_length=1)] = msgspec.field(default_factory=lambda: ["UCX"])
     backend_params: dict[str, str] = msgspec.field(default_factory=dict)
+    streaming: bool = False
     secret_file: str | None = None
     allow_public_peers: bool = False
     model_id: str | None = None
