@@ -21,6 +21,9 @@ EMBEDDING_STD = 1.0
 ATTENTION_GAIN = 2.0  # on queries and keys: peaked attention, so single tokens of a long prompt matter
 BODY_GAIN = 1.0
 
+WINDOW = 128
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 TRAINING_TEXT = (
     "The ferry crosses the river every hour. It carries people, bicycles and cars from one bank to the other, "
     "and it returns with whoever wants to go back. What is the capital of France? The capital of France is Paris. "
@@ -61,6 +64,18 @@ RECIPES: dict[str, dict[str, Any]] = {
     "qwen2-6heads": _grouped_query("qwen2", 6, 6),
     "qwen3": _grouped_query("qwen3", 8, 4, head_dim=32),
     "llama": _grouped_query("llama", 8, 2),
+    # Full attention and sliding windows, in several KV cache groups of unequal length: what lies out of the window is
+    # held by neither side. A small query_pre_attn_scalar does for normed queries what ATTENTION_GAIN does for others.
+    "gemma3": _grouped_query(
+        "gemma3_text",
+        8,
+        4,
+        head_dim=32,
+        query_pre_attn_scalar=2,
+        sliding_window=WINDOW,
+        num_hidden_layers=5,
+        layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    ),
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the
     # rotary kernel of vLLM 0.32 on CPU rotates a 3-D query of several heads wrongly, and differently with the number

@@ -33,8 +33,21 @@ class ReadPlan:
     @property
     def block_tokens(self) -> int:
         """The smallest number of tokens that are whole blocks in every shard on both sides."""
-        pieces = (piece for pieces in self.reads.values() for piece in pieces)
+        pieces = (piece for pieces in self.growing.values() for piece in pieces)
         return math.lcm(*{shard.block_tokens for piece in pieces for shard in (piece.local, piece.remote)})
+
+    @property
+    def growing(self) -> dict[int, tuple[Piece, ...]]:
+        """``reads`` without recurrent states, which stand for no token before the last has been computed."""
+        return {
+            index: tuple(piece for piece in pieces if piece.local.kind != "state")
+            for index, pieces in self.reads.items()
+        }
+
+    @property
+    def exact(self) -> bool:
+        """There are recurrent states: what they were after an earlier token cannot be read from them."""
+        return any(piece.local.kind == "state" for pieces in self.reads.values() for piece in pieces)
 
 
 def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:

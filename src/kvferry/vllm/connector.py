@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.compat import require_supported
+from kvferry.vllm.continuation import continuation
 from kvferry.vllm.logs import join_vllm_logging
 from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.metrics import TransferMetrics, TransferStats
@@ -62,7 +63,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             from kvferry.vllm.scheduler import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(vllm_config, settings)
+            self._scheduler = SchedulerHalf(
+                vllm_config, settings, continuation=continuation(vllm_config, kv_cache_config)
+            )
         else:
             from kvferry.vllm.worker import WorkerHalf
 

@@ -39,6 +39,7 @@ from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener, Respond
 from kvferry.vllm.compat import fingerprint
+from kvferry.vllm.continuation import PLAIN, Continuation
 from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
 from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.progress import News, Progress
@@ -98,9 +99,18 @@ class Producer:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, incarnation: str, edges: Edges, tally: Tally) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        continuation: Continuation,
+        incarnation: str,
+        edges: Edges,
+        tally: Tally,
+    ) -> None:
         parallel = config.parallel_config
         self._config = config
+        self._continuation = continuation
         self._settings = settings
         self._tally = tally
         self._layout = layout_of(config)
@@ -146,6 +156,7 @@ class Producer:
 
     def arrived(self, request: EngineRequest) -> None:
         """A request with ``do_remote_decode``: in a transfer that streams it can be claimed from now on."""
+        self._continuation.shorten(request)
         try:
             transfer = Transfer.from_params(request.kv_transfer_params or {})
         except ParamsError as error:
@@ -182,7 +193,7 @@ class Producer:
 
     def finished(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> Offer | None:
         """Hold the blocks of a finished prefill; None when there is nothing to hand over."""
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        tokens = self._continuation.offers(request.num_computed_tokens, request.num_prompt_tokens)
         token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
         if token_hash is None:
             return None
@@ -226,7 +237,14 @@ class Consumer:
     """Claims what requests are offered, and keeps it claimed until the workers have read it."""
 
     def __init__(
-        self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges, tally: Tally
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        continuation: Continuation,
+        seal: Seal,
+        incarnation: str,
+        edges: Edges,
+        tally: Tally,
     ) -> None:
         parallel = config.parallel_config
         readers = [
@@ -235,6 +253,7 @@ class Consumer:
             for tp_rank in range(parallel.tensor_parallel_size)
         ]
         self._settings = settings
+        self._continuation = continuation
         self._seal = seal
         self._tally = tally
         self._clock = edges.clock
@@ -253,7 +272,7 @@ class Consumer:
             self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
             return
         subject = Subject(request.request_id, self._layout, offer)
-        tokens = request.num_prompt_tokens if offer.tokens is None else offer.tokens
+        tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
         token_hash = identity_of(request, tokens)
         if token_hash is None or offer.token_hash not in (None, token_hash):
             self._refuse(subject, "prompt", "the offered KV cache was computed from another prompt")
@@ -321,7 +340,7 @@ class Consumer:
             tokens = self._loads.available(request.request_id)
         if tokens is None:
             return None
-        return max(0, min(tokens, request.num_prompt_tokens) - local_tokens)
+        return max(0, self._continuation.loads(tokens, request.num_prompt_tokens) - local_tokens)
 
     def allocated(self, request: EngineRequest, blocks: KVCacheBlocks, tokens: int) -> Order | None:
         """Blocks for ``tokens`` more tokens are there; the order for the workers, None when nothing is to be loaded."""
@@ -330,7 +349,7 @@ class Consumer:
             return None
         with self._lock:
             available = self._loads.available(request.request_id) or 0
-            stop = min(available, request.num_prompt_tokens)
+            stop = self._continuation.loads(available, request.num_prompt_tokens)
             span = Span(stop - tokens, stop)
             return self._loads.start(request.request_id, [list(ids) for ids in blocks.get_block_ids()], span)
 
@@ -377,7 +396,13 @@ class SchedulerHalf:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, edges: Edges | None = None) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        edges: Edges | None = None,
+        continuation: Continuation = PLAIN,
+    ) -> None:
         self._seal = read_seal(settings)
         if not self._seal.has_secret:
             logger.warning(
@@ -394,8 +419,9 @@ class SchedulerHalf:
         self._tally = Tally()
         transfer = config.kv_transfer_config
         parts = (self._incarnation, edges, self._tally)
-        self._producer = Producer(config, settings, *parts) if transfer.is_kv_producer else None
-        self._consumer = Consumer(config, settings, self._seal, *parts) if transfer.is_kv_consumer else None
+        ours = (config, settings, continuation)
+        self._producer = Producer(*ours, *parts) if transfer.is_kv_producer else None
+        self._consumer = Consumer(*ours, self._seal, *parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
         """What the workers hold. Metadata of other connectors (MultiConnector passes it on) is left alone."""
