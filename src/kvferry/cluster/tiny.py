@@ -22,7 +22,7 @@ ATTENTION_GAIN = 2.0  # on queries and keys: peaked attention, so single tokens 
 BODY_GAIN = 1.0
 
 WINDOW = 128
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 TRAINING_TEXT = (
     "The ferry crosses the river every hour. It carries people, bicycles and cars from one bank to the other, "
@@ -75,6 +75,30 @@ RECIPES: dict[str, dict[str, Any]] = {
         sliding_window=WINDOW,
         num_hidden_layers=5,
         layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    ),
+    # Recurrent states beside full attention: Mamba 2 with one group, which every rank repeats, and a gated delta net.
+    "granite4": _grouped_query(
+        "granitemoehybrid",
+        8,
+        4,
+        shared_intermediate_size=512,
+        num_local_experts=0,
+        attention_multiplier=0.2,
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        layer_types=[_LINEAR, _LINEAR, _FULL, _LINEAR],
+    ),
+    "qwen3.5": _grouped_query(
+        "qwen3_5_text",
+        8,
+        4,
+        head_dim=32,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        layer_types=[_LINEAR, _LINEAR, _FULL, _LINEAR],
     ),
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the
