@@ -12,7 +12,7 @@ import torch
 from kvferry.geometry import EngineLayout, Span, check
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
-from kvferry.protocol.messages import Granted, Hello, Held, Welcome
+from kvferry.protocol.messages import Granted, Held, Hello, Welcome
 from kvferry.transport.nixl import Agent
 from kvferry.transport.reader import Outcome, Reader
 
@@ -66,7 +66,7 @@ def _agent(worker: Worker) -> Agent:
 def _load(worker: Worker, layout: EngineLayout, engine: EngineLayout, producer: Side) -> Outcome:
     ended: queue.Queue[Outcome] = queue.Queue()
 
-    def ask(address, message, timeout, on_reply):  # noqa: ANN001, ANN202, ARG001
+    def ask(address, message, timeout, on_reply):
         on_reply(Welcome(engine) if isinstance(message, Hello) else Held())
 
     side = worker.side

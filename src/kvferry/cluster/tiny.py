@@ -87,10 +87,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         mamba_n_heads=8,
         mamba_n_groups=1,
         mamba_d_state=32,
-        layer_types=[_LINEAR, _LINEAR, _FULL, _LINEAR],
+        layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
     ),
-    "qwen3.5": _grouped_query(
-        "qwen3_5_text",
+    "qwen3-next": _grouped_query(
+        "qwen3_next",
         8,
         4,
         head_dim=32,
@@ -98,7 +98,23 @@ RECIPES: dict[str, dict[str, Any]] = {
         linear_value_head_dim=32,
         linear_num_key_heads=4,
         linear_num_value_heads=8,
-        layer_types=[_LINEAR, _LINEAR, _FULL, _LINEAR],
+        # vLLM wants a mixture of experts somewhere; with all experts in use none is chosen differently.
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 1, 2],
+        layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
+    ),
+    "lfm2": _grouped_query(
+        "lfm2",
+        8,
+        4,
+        conv_L_cache=3,
+        conv_dim=256,
+        block_dim=256,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", _FULL, "conv", _FULL],
     ),
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the

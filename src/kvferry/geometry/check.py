@@ -29,11 +29,18 @@ def check(producer: EngineLayout, consumer: EngineLayout) -> list[str]:
     for layer, mine in consumer.holders().items():
         theirs = [shard for _, shard in holders.get(layer, [])]
         if not theirs:
-            reasons.append(f"{layer}: the producer does not hold this layer")
+            if not all(shard.draft for _, shard in mine):
+                reasons.append(f"{layer}: the producer does not hold this layer; use the same model on both sides")
             continue
         for _, shard in mine:
             reasons += _shards(theirs, shard)
     return list(dict.fromkeys(reasons))
+
+
+def left_out(producer: EngineLayout, consumer: EngineLayout) -> list[str]:
+    """Layers of the consumer's drafter that the producer does not hold: their cache is not moved."""
+    holders = producer.holders()
+    return sorted(layer for layer in consumer.holders() if layer not in holders)
 
 
 def compatibility(engine: EngineLayout) -> str:
@@ -46,6 +53,7 @@ def compatibility(engine: EngineLayout) -> str:
         (layer, *(getattr(shard, what) for what in COMPARED), *_block_tokens(shard))
         for layer, holders in engine.holders().items()
         for _, shard in holders
+        if not shard.draft
     }
     return hashlib.blake2b(repr((engine.fingerprint, sorted(layers))).encode(), digest_size=8).hexdigest()
 

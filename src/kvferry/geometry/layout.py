@@ -48,6 +48,8 @@ class LayerShard:
             may be no number of this type, and leaves those that are loaded to whoever loads them.
         address: byte address of block 0, first head held, token 0.
         block_stride, head_stride, token_stride: bytes.
+        draft: the layer is a speculative decoder's. A wrong cache there makes worse guesses, which the model finds out:
+            never a wrong token. So where only one side has the layer, it is left out.
         memory: ``DRAM`` or ``VRAM``, NIXL's words.
         device: device index of the memory, from the tensor itself.
     """
@@ -69,6 +71,7 @@ class LayerShard:
     token_stride: int
     split: int = 1
     whole: bool = False
+    draft: bool = False
     memory: str = "DRAM"
     device: int = 0
 
@@ -91,7 +94,7 @@ class LayerShard:
         if (self.kind == "state") != (self.token_stride == 0):
             raise ValueError(f"{self.layer}: a {self.kind} with a token stride of {self.token_stride}")
         if self.opaque and self.token_stride != self.cell_bytes:
-            raise ValueError(f"{self.layer}: an opaque slab must be contiguous, token stride is {self.token_stride}")
+            raise ValueError(f"{self.layer}: an opaque slab must be contiguous; set VLLM_KV_CACHE_LAYOUT=HND")
 
     @property
     def manager_blocks(self) -> int:

@@ -53,6 +53,8 @@ class ReadPlan:
 def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
     """Cover every head of every shard of ``reader`` exactly once from the workers of ``producer``.
 
+    Layers of a drafter that ``producer`` does not have are left out.
+
     Where several workers hold the same heads, readers spread over them by their tensor parallel rank.
 
     Raises:
@@ -61,6 +63,8 @@ def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
     holders = producer.holders()
     reads: dict[int, list[Piece]] = defaultdict(list)
     for local in reader.shards:
+        if local.draft and local.layer not in holders:
+            continue
         replicas = _replicas(holders.get(local.layer, []))
         missing = uncovered(local.heads, list(replicas))
         if missing:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.errors import LayoutError, TransferError
-from kvferry.geometry import Descriptors, EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, plan
+from kvferry.geometry import Descriptors, EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, left_out, plan
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import WAIT_S, Ack, Address, Follow, Gone, Granted, Held, Hello, Reply, Request, Welcome
@@ -165,7 +165,8 @@ class Reader:
         on_outcome: called on the thread, exactly once for each order.
         deadlines: how long to wait for a producer.
         on_start: called first on the thread, to bind it to a device.
-        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took.
+        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took, its
+            layout, and the drafter's layers that it does not hold.
         clock: seconds; only differences of it are used.
         overdue: reads so far that took longer than their deadline.
     """
@@ -176,7 +177,7 @@ class Reader:
     on_outcome: Callable[[Outcome], None]
     deadlines: Deadlines = Deadlines()
     on_start: Callable[[], None] = lambda: None
-    on_contact: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
+    on_contact: Callable[[float, EngineLayout, list[str]], None] = lambda *contact: None  # noqa: ARG005
     clock: Callable[[], float] = time.perf_counter
     overdue: int = field(default=0, init=False)
     # Not a SimpleQueue: in CPython 3.11 its get() with a timeout can wait for ever, when the thread is not run for
@@ -289,7 +290,8 @@ class Reader:
             for active in actives:
                 self._fail(active, f"cannot load from {peer.address[0]}:{peer.address[1]}: {error}")
             return
-        self.on_contact(self.clock() - peer.since)
+        assert peer.layout is not None
+        self.on_contact(self.clock() - peer.since, peer.layout, left_out(peer.layout, self.layout))
         for active in actives:
             self._advance(active)
 

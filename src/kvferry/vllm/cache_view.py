@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,14 @@ SEPARABLE = frozenset(
 the inside of a block is opaque and only whole blocks of equal size are moved. CPU_ATTN is of that kind: it packs all K
 before all V of a (block, head) slab in an order that depends on the instruction set."""
 
+
+POSITIONAL = frozenset(
+    {
+        *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec"),
+        *("MLAAttentionSpec", "SlidingWindowMLASpec"),
+    }
+)
+"""Specs whose block lists say by position where which token is. Any other one is refused until somebody has looked."""
 
 SEPARABLE_QUANTISATION = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Ways of storing elements in which a token's are together, beside those that put one scale behind each (token, head).
@@ -74,6 +83,7 @@ class _View:
     def shards(self, layer: str, cache: torch.Tensor, spec: Any, group: int) -> Iterable[LayerShard]:
         where = {
             "group": group,
+            "draft": self._is_draft(layer),
             "memory": "DRAM" if cache.device.type == "cpu" else "VRAM",
             "device": cache.device.index or 0,
         }
@@ -81,6 +91,14 @@ class _View:
             rank, size = self.tp_rank, self.config.parallel_config.tensor_parallel_size
             return state_shards(layer, cache, spec, self._module(layer), rank, size, **where)
         return self._attention(layer, cache, spec, **where)
+
+    def _is_draft(self, layer: str) -> bool:
+        """Whether a layer is the drafter's: such layers have a prefix of their own or count on after the model's."""
+        if getattr(self.config, "speculative_config", None) is None:
+            return False
+        number = re.search(r"\.(\d+)\.", layer)
+        last = self.config.model_config.get_total_num_hidden_layers()
+        return layer.startswith("draft_model.") or (number is not None and int(number[1]) >= last)
 
     def _module(self, layer: str) -> Any:
         return self.config.compilation_config.static_forward_context[layer]
@@ -152,7 +170,7 @@ def _halves(layer: str, cache: torch.Tensor, spec: Any) -> tuple[str, ...]:
     """
     heads: int = getattr(spec, "num_kv_heads", 0)
     slots = getattr(spec, "num_head_slots", None) or heads
-    plain = heads > 0 and getattr(spec, "tokens_per_state", 1) == 1 and getattr(spec, "uses_slot_mapping", True)
+    plain = type(spec).__name__ in POSITIONAL and spec.tokens_per_state == 1 and not spec.prefix_replay_tokens
     if plain and cache.dim() == 4 and cache.stride(-1) == 1 and cache.shape[1] == slots:
         if slots == heads:
             return ("",)

@@ -56,7 +56,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_logging()
-        require_supported(vllm_config)
+        require_supported(vllm_config, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf
         self._worker: WorkerHalf

@@ -38,6 +38,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener, Respond
+from kvferry.vllm.adapters import adapter_identity
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.continuation import PLAIN, Continuation
 from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
@@ -63,14 +64,20 @@ def worker_name(pp_rank: int, tp_rank: int) -> str:
 
 
 def identity_of(request: EngineRequest, tokens: int) -> str | None:
-    """Identity of the first ``tokens`` of a prompt; None for a prompt without token ids."""
+    """Identity of the first ``tokens`` of a prompt; None for a prompt without token ids.
+
+    Beside the tokens: the adapter (its weights, whatever it is called or numbered here), the tenant's salt, and what
+    the placeholders of a multimodal prompt stand for.
+    """
     prompt = request.prompt_token_ids
     if prompt is None or len(prompt) < tokens:
         return None
     extras = []
     if request.lora_request is not None:
-        extras.append(f"lora:{request.lora_request.lora_name}")
-    for feature in getattr(request, "mm_features", None) or ():
+        extras.append(f"lora:{adapter_identity(request.lora_request)}")
+    if request.cache_salt:
+        extras.append(f"salt:{request.cache_salt}")
+    for feature in request.mm_features or ():
         place = feature.mm_position
         if place.offset < tokens:
             extras.append(f"mm:{feature.identifier}:{place.offset}:{place.length}")
