@@ -48,7 +48,7 @@ class Kind:
 
     name: str
     groups: tuple[tuple[int, MakeSpec], ...]
-    heads: int = 4
+    heads: int = 12
     backend: str = "FLASH_ATTN"
     projections: tuple[tuple[int, bool], ...] = ()
     tp: tuple[int, ...] = (1, 2, 3)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .caches import Kind, MakeSpec
 
-HEADS = 4
+HEADS = 12
 HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 PACKED = (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
 

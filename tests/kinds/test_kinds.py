@@ -26,10 +26,17 @@ def _sizes(kind: Kind) -> tuple[int, ...]:
     return tuple(tp for tp in kind.tp if kind.heads % tp == 0 or tp % kind.heads == 0)
 
 
+EVERYDAY = 3
+"""Pairs of each kind; the first has TP 1 on both sides, the others have not the same."""
+
 CASES = [
-    pytest.param(kind, *pair, id="{}:tp{}pp{}->tp{}pp{}".format(kind.name, *pair[0], *pair[1]))
+    pytest.param(
+        *(kind, *pair),
+        id="{}:tp{}pp{}->tp{}pp{}".format(kind.name, *pair[0], *pair[1]),
+        marks=[pytest.mark.heavy] if number >= EVERYDAY else [],
+    )
     for kind in KINDS
-    for pair in pairs(kind)
+    for number, pair in enumerate(pairs(kind))
 ]
 
 

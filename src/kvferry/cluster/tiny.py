@@ -94,10 +94,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         8,
         4,
         head_dim=32,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
+        linear_key_head_dim=128,  # less is refused by the CPU kernel
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
         # vLLM wants a mixture of experts somewhere; with all experts in use none is chosen differently.
         num_experts=2,
         num_experts_per_tok=2,
