@@ -26,8 +26,8 @@ def _sizes(kind: Kind) -> tuple[int, ...]:
     return tuple(tp for tp in kind.tp if kind.heads % tp == 0 or tp % kind.heads == 0)
 
 
-EVERYDAY = 3
-"""Pairs of each kind; the first has TP 1 on both sides, the others have not the same."""
+EVERYDAY = 2
+"""Pairs of each kind: TP 1 on both sides, and TP 1 to the next."""
 
 CASES = [
     pytest.param(

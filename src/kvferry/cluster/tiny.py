@@ -98,12 +98,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        # vLLM wants a mixture of experts somewhere; with all experts in use none is chosen differently.
+        # vLLM wants a mixture of experts in each stage; with all experts in use none is chosen differently.
         num_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        mlp_only_layers=[0, 1, 2],
+        mlp_only_layers=[0, 2],
         layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
     ),
     "lfm2": _grouped_query(
