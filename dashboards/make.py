@@ -104,6 +104,7 @@ ROWS: dict[str, list[Panel]] = {
                 "held": rate("vllm:nixl_xfer_time_seconds_count"),
                 "failed": rate("vllm:nixl_num_failed_transfers_total"),
                 "overdue reads": rate("kvferry:num_overdue_reads_total"),
+                "drafter's layers left out": rate("kvferry:layers_left_out_total"),
             },
         ),
         Panel(

@@ -54,6 +54,10 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
         "kv_load_failure_policy": "recompute",
         "environment": {"KVFERRY_SECRET": "known to engines with few blocks only"},
     },
+    # The CPU build's Mamba 2 kernel cannot export the states between chunks that prefix caching wants.
+    "uncached": lambda _: {"extra": ("--no-enable-prefix-caching",)},
+    # The CPU build's kernel for mixtures of experts refuses float32.
+    "bfloat16": lambda _: {"dtype": "bfloat16"},
     "traced": lambda port: {
         "extra": ("--otlp-traces-endpoint", f"http://127.0.0.1:{port}/v1/traces"),
         "environment": {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "200"},

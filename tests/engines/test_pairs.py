@@ -37,6 +37,10 @@ HEAVY = [
     # Two KV heads on four ranks: two of each are replicas.
     ("llama", "tp=4", "pp=2"),
     ("llama", "pp=2", "tp=4"),
+    # Several KV cache groups: full attention and sliding windows.
+    ("gemma3", "tp=2", "pp=2"),
+    ("gemma3", "pp=2", "tp=2"),
+    ("gemma3", "dp=2", "tp=2,pp=2"),
 ]
 PAIRS = [
     *(pytest.param(*pair, id=f"{pair[0]}:{pair[1]}->{pair[2]}") for pair in EVERYDAY),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.geometry import EngineLayout, Span, check, compatibility
+from kvferry.geometry import EngineLayout, Span, check, compatibility, left_out, plan
 
 from .layouts import FINGERPRINT, make_engine, with_shards
 
@@ -135,3 +135,53 @@ def test_ranges_that_overlap_without_being_equal_cover() -> None:
         engine = _with_one_shard(engine, worker, heads=heads)
     assert check(engine, make_engine(1, (1,))) == []
     assert check(_with_one_shard(engine, 2, heads=Span(3, 4)), make_engine(1, (1,))) == []
+
+
+def _drafted(tp: int, stages: tuple[int, ...]) -> EngineLayout:
+    """An engine whose last layer is a drafter's."""
+    engine = make_engine(tp, stages)
+    last = f"model.layers.{sum(stages) - 1}.self_attn.attn"
+    workers = [
+        replace(worker, shards=tuple(replace(shard, draft=shard.layer == last) for shard in worker.shards))
+        for worker in engine.workers
+    ]
+    return replace(engine, workers=tuple(workers))
+
+
+@pytest.mark.parametrize("producer", [make_engine(2, (1, 1)), make_engine(1, (2,))], ids=lambda engine: engine.label)
+def test_layers_of_a_drafter_that_only_the_consumer_has_are_left_out(producer: EngineLayout) -> None:
+    """They only make guesses worse. The model's own layers move as ever."""
+    consumer = _drafted(2, (1, 2))
+    assert check(producer, consumer) == []
+    assert left_out(producer, consumer) == ["model.layers.2.self_attn.attn"]
+    assert compatibility(producer) == compatibility(consumer)
+    for worker in consumer.workers:
+        moved = {piece.local.layer for pieces in plan(producer, worker).reads.values() for piece in pieces}
+        assert moved == {shard.layer for shard in worker.shards if not shard.draft}
+
+
+def test_layers_of_a_drafter_that_both_have_move_and_those_of_the_producer_alone_are_not_asked_for() -> None:
+    drafted, plain = _drafted(2, (1, 2)), make_engine(1, (2,))
+    assert (check(drafted, drafted), left_out(drafted, drafted)) == ([], [])
+    moved = plan(drafted, _drafted(1, (3,)).workers[0]).reads
+    assert {piece.local.layer[13] for pieces in moved.values() for piece in pieces} == {"0", "1", "2"}
+    assert (check(drafted, plain), left_out(drafted, plain)) == ([], [])
+
+
+def test_blocks_that_are_loaded_to_their_end_must_be_of_one_size() -> None:
+    """Where new blocks may hold what is no number, also when tokens are separable."""
+    one, other = make_engine(1, (1,), whole=True), make_engine(1, (1,), whole=True, block_tokens=8)
+    _assert_only_reason(check(one, other), "--block-size", "16 and 8")
+    assert compatibility(one) != compatibility(other)
+
+
+def test_a_states_blocks_may_be_of_any_size() -> None:
+    state = {"kind": "state", "token_stride": 0, "head_stride": 32}
+    one, other = make_engine(1, (1,), **state), make_engine(1, (1,), **state, block_tokens=4096)
+    assert check(one, other) == check(other, one) == []
+
+
+@pytest.mark.parametrize("changes", [{"kind": "latent"}, {"cell_bytes": 16}, {"dtype": "uint8"}, {"packing": "amx"}])
+def test_a_reason_says_what_to_do(changes: dict[str, Any]) -> None:
+    one = make_engine(1, (1,))
+    assert all("; use " in reason for reason in check(one, with_shards(one, **changes)))

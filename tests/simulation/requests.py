@@ -43,6 +43,8 @@ class SimulatedRequest:
     told: int | None = None
     transfer: str | None = None
     lora_request: None = None
+    cache_salt: None = None
+    mm_features: None = None
     trace_headers: None = None
 
     def __post_init__(self) -> None:

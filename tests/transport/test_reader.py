@@ -137,7 +137,7 @@ class Consumer:
             ask=self._client.send,
             on_outcome=self.outcomes.put,
             deadlines=Deadlines(handshake=timeout, read=timeout, ack=timeout),
-            on_contact=self.contacts.append,
+            on_contact=lambda seconds, *_: self.contacts.append(seconds),
         )
         self.reader.start()
 

@@ -1,15 +1,21 @@
 """Shards against the tensors that vLLM's own layout code makes: every cell must be where the shard says."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     compute_layout_strides,
     create_kv_cache_views,
 )
@@ -134,3 +140,74 @@ def test_a_kind_of_cache_that_is_not_moved_yet_is_refused_by_name():
     caches[LAYERS[0]] = torch.zeros(7)
     with pytest.raises(UnsupportedError, match="cannot move a FullAttentionSpec cache"):
         shards_of(caches, kv_cache_config, _make_config(), 0)
+
+
+@pytest.mark.parametrize("layer", ["draft_model.model.layers.0.self_attn.attn", "model.layers.4.self_attn.attn"])
+def test_layers_of_a_drafter_are_told_by_their_prefix_or_number(layer):
+    caches, kv_cache_config = _make_caches(_attention())
+    caches[layer] = caches.pop(LAYERS[1])
+    kv_cache_config = replace(kv_cache_config, kv_cache_groups=[KVCacheGroupSpec([LAYERS[0], layer], _attention())])
+    config = _make_config()
+    config.speculative_config = object()
+    config.model_config.get_total_num_hidden_layers = lambda: 4
+    config.compilation_config.static_forward_context[layer] = config.compilation_config.static_forward_context[
+        LAYERS[1]
+    ]
+    shards = shards_of(caches, kv_cache_config, config, 0)
+    assert [shard.draft for shard in shards] == [False, True]
+
+
+def test_without_a_drafter_no_layer_is_its():
+    caches, kv_cache_config = _make_caches(_attention())
+    assert not any(shard.draft for shard in shards_of(caches, kv_cache_config, _make_config(), 0))
+
+
+def test_every_layer_that_cannot_be_moved_is_named_at_once():
+    caches, kv_cache_config = _make_caches(_attention())
+    with pytest.raises(UnsupportedError) as refused:
+        shards_of({layer: torch.zeros(7) for layer in caches}, kv_cache_config, _make_config(), 0)
+    assert all(layer in str(refused.value) for layer in LAYERS)
+
+
+def _refused(spec, match, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN"):
+    caches, kv_cache_config = _make_caches(spec, layout)
+    with pytest.raises(UnsupportedError, match=match):
+        shards_of(caches, kv_cache_config, _make_config(backend=backend), 0)
+
+
+def test_a_packing_that_is_not_contiguous_in_a_head_is_refused():
+    _refused(_attention(), "set VLLM_KV_CACHE_LAYOUT=HND", KVCacheLayout.LBNHC, "NEW_ATTN")
+
+
+@pytest.mark.parametrize("kind", [CrossAttentionSpec, SinkFullAttentionSpec], ids=lambda kind: kind.__name__)
+def test_a_spec_nobody_has_looked_at_is_refused(kind):
+    spec = kind(block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float16)
+    _refused(spec, f"cannot move a {kind.__name__} cache")
+
+
+@pytest.mark.parametrize("change", [{"tokens_per_state": 4}, {"num_head_slots": 2, "state_content_bytes": 64}], ids=str)
+def test_cells_that_are_not_one_of_a_head_and_a_token_are_refused(change):
+    _refused(replace(_attention(), **change), "cannot move a FullAttentionSpec")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"mamba_type": MambaAttentionBackendEnum.LINEAR}, "2 states of LINEAR"),
+        ({"num_speculative_blocks": 2}, "MAMBA2 with speculative decoding"),
+        ({"shapes": ((3, 8),) * 3, "dtypes": (torch.float16,) * 3}, "3 states of MAMBA2"),
+    ],
+)
+def test_recurrent_layers_that_are_not_known_are_refused(change, match):
+    _refused(replace(_state(), **change), match)
+
+
+def _state():
+    return MambaSpec(BLOCK_TOKENS, shapes=((3, 24), (2, 4, 4)), dtypes=(torch.float16, torch.float32))
+
+
+def test_a_quantisation_that_packs_tokens_together_is_opaque():
+    spec = replace(_attention(), kv_quant_mode=KVQuantMode.TURBOQUANT_4BIT_NC)
+    caches, kv_cache_config = _make_caches(spec)
+    for shard in shards_of(caches, kv_cache_config, _make_config(), 0):
+        assert (shard.opaque, shard.packing) == (True, "FLASH_ATTN/TURBOQUANT_4BIT_NC")

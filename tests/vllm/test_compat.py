@@ -52,13 +52,27 @@ def test_a_model_id_stands_for_name_and_weights(model):
     assert named != fingerprint(_make_config(model), "other")
 
 
-def _make_engine(**parallel):
+def _make_engine(buffer="cpu", encoder=False, scales=False, **parallel):
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
-    return SimpleNamespace(parallel_config=SimpleNamespace(**sizes))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer),
+        cache_config=SimpleNamespace(calculate_kv_scales=scales),
+        model_config=SimpleNamespace(is_encoder_decoder=encoder),
+    )
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch):
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu")
+
+
+def _groups(**group):
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(**group)])
 
 
 def test_the_installed_vllm_is_supported():
-    require_supported(_make_engine())
+    require_supported(_make_engine(), _groups(host_resident=False, enable_kv_transfer=True))
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0"])
@@ -72,3 +86,36 @@ def test_a_vllm_outside_the_window_is_refused_with_the_window(monkeypatch, versi
 def test_context_parallelism_is_refused_by_flag(name):
     with pytest.raises(UnsupportedError, match=f"{name} > 1"):
         require_supported(_make_engine(**{name: 2}))
+
+
+def test_staging_in_host_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cuda")
+    with pytest.raises(UnsupportedError, match="remove kv_buffer_device 'cpu'"):
+        require_supported(_make_engine())
+    require_supported(_make_engine("cuda"))
+
+
+def test_scales_that_each_engine_calculates_are_refused():
+    with pytest.raises(UnsupportedError, match="--calculate-kv-scales"):
+        require_supported(_make_engine(scales=True))
+
+
+def test_cross_attention_is_refused():
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        require_supported(_make_engine(encoder=True))
+
+
+@pytest.mark.parametrize("group", [{"host_resident": True}, {"enable_kv_transfer": False}], ids=str)
+def test_replicas_of_a_cache_in_host_memory_are_refused(group):
+    with pytest.raises(UnsupportedError, match=r"group 0 .* HiSparse"):
+        require_supported(_make_engine(), _groups(**group))
+
+
+def test_every_reason_is_given_at_once(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.29.1")
+    engine = _make_engine(scales=True, encoder=True, decode_context_parallel_size=2, prefill_context_parallel_size=2)
+    with pytest.raises(UnsupportedError) as refused:
+        require_supported(engine, _groups(host_resident=True))
+    assert str(refused.value).count(";") >= 6
+    for word in ("0.29.1", "decode_context", "prefill_context", "calculate-kv-scales", "encoder", "HiSparse"):
+        assert word in str(refused.value)

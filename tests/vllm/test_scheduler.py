@@ -14,7 +14,7 @@ from kvferry.protocol.messages import Ack, Held
 from kvferry.sidechannel.client import Client
 from kvferry.vllm import scheduler as module
 from kvferry.vllm.metrics import TransferStats
-from kvferry.vllm.scheduler import SchedulerHalf, identity_of
+from kvferry.vllm.scheduler import SchedulerHalf
 from kvferry.vllm.settings import Settings
 
 PROMPT = list(range(300))
@@ -405,12 +405,6 @@ def test_a_configured_port_that_is_taken_stops_the_start(make_half):
     port = _prefill(make_half("kv_producer"))[1]["remote_port"]
     with pytest.raises(SideChannelError, match=str(port)):
         make_half("kv_producer", side_channel_port=port)
-
-
-def test_an_adapter_is_part_of_a_prompts_identity():
-    plain, adapted = _make_request("a", None), _make_request("b", None)
-    adapted.lora_request = SimpleNamespace(lora_name="tuned")
-    assert identity_of(plain, 300) != identity_of(adapted, 300)
 
 
 def test_the_workers_are_told_once_of_a_producer_that_is_new(make_half):

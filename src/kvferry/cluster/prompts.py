@@ -38,6 +38,8 @@ def default_prompts(vocabulary: int, block_tokens: int = CPU_BLOCK_TOKENS, seed:
         NamedPrompt("several blocks", several),
         NamedPrompt("repeated prefix", several[: 2 * block_tokens] + draw(block_tokens + 17)),
         NamedPrompt(f"{LONG_TOKENS:,} tokens", draw(LONG_TOKENS)),
+        # Where the last token attends to one that a window of a block has just left behind.
+        NamedPrompt("two blocks less a token", draw(2 * block_tokens - 1)),
     ]
 
 

@@ -21,6 +21,9 @@ EMBEDDING_STD = 1.0
 ATTENTION_GAIN = 2.0  # on queries and keys: peaked attention, so single tokens of a long prompt matter
 BODY_GAIN = 1.0
 
+WINDOW = 128
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
 TRAINING_TEXT = (
     "The ferry crosses the river every hour. It carries people, bicycles and cars from one bank to the other, "
     "and it returns with whoever wants to go back. What is the capital of France? The capital of France is Paris. "
@@ -61,6 +64,58 @@ RECIPES: dict[str, dict[str, Any]] = {
     "qwen2-6heads": _grouped_query("qwen2", 6, 6),
     "qwen3": _grouped_query("qwen3", 8, 4, head_dim=32),
     "llama": _grouped_query("llama", 8, 2),
+    # Full attention and sliding windows, in several KV cache groups of unequal length: what lies out of the window is
+    # held by neither side. A small query_pre_attn_scalar does for normed queries what ATTENTION_GAIN does for others.
+    "gemma3": _grouped_query(
+        "gemma3_text",
+        8,
+        4,
+        head_dim=32,
+        query_pre_attn_scalar=2,
+        sliding_window=WINDOW,
+        num_hidden_layers=5,
+        layer_types=[_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL],
+    ),
+    # Recurrent states beside full attention: Mamba 2 with one group, which every rank repeats, and a gated delta net.
+    "granite4": _grouped_query(
+        "granitemoehybrid",
+        8,
+        4,
+        shared_intermediate_size=512,
+        num_local_experts=0,
+        attention_multiplier=0.2,
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
+    ),
+    "qwen3-next": _grouped_query(
+        "qwen3_next",
+        8,
+        4,
+        head_dim=32,
+        linear_key_head_dim=128,  # less is refused by the CPU kernel
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        # vLLM wants a mixture of experts in each stage; with all experts in use none is chosen differently.
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 2],
+        layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
+    ),
+    "lfm2": _grouped_query(
+        "lfm2",
+        8,
+        4,
+        conv_L_cache=3,
+        conv_dim=256,
+        block_dim=256,
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", _FULL, "conv", _FULL],
+    ),
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the
     # rotary kernel of vLLM 0.32 on CPU rotates a 3-D query of several heads wrongly, and differently with the number

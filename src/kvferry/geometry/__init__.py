@@ -3,7 +3,7 @@
 Pure data and functions; numpy is the only dependency.
 """
 
-from kvferry.geometry.check import check, compatibility
+from kvferry.geometry.check import check, compatibility, left_out
 from kvferry.geometry.descriptors import Descriptors, descriptors
 from kvferry.geometry.layout import (
     NULL_BLOCK,
@@ -32,6 +32,7 @@ __all__ = [
     "descriptors",
     "heads_of_rank",
     "layout_label",
+    "left_out",
     "memory_regions",
     "plan",
 ]

@@ -53,7 +53,8 @@ def descriptors(
     Args:
         pieces: what the plan reads from that worker.
         remote_blocks, local_blocks: block ids of the request on each side, by KV cache group, from token 0 on.
-        tokens: absolute positions to move. Must start at a block boundary where the cache is opaque inside a block.
+        tokens: absolute positions to move. Must start at a block boundary where the cache is opaque inside a block. Of
+            a recurrent state, the one after the last of them moves.
 
     Returns:
         Ranges by (local memory, local device, remote memory, remote device).
@@ -80,7 +81,7 @@ def _family(piece: Piece) -> tuple[object, ...]:
 
     def shape(shard: LayerShard) -> tuple[object, ...]:
         return (
-            *(shard.group, shard.block_tokens, shard.num_blocks, shard.split, shard.opaque),
+            *(shard.kind, shard.group, shard.block_tokens, shard.num_blocks, shard.split, shard.opaque, shard.whole),
             *(shard.block_stride, shard.head_stride, shard.token_stride, shard.memory, shard.device),
         )
 
@@ -119,8 +120,17 @@ def _combine(bases: Ints, offsets: Ints, steps: Ints) -> Ints:
 
 def _token_runs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, Ints]:
     """Cut ``tokens`` into runs that lie in one block on both sides: their starts and lengths."""
+    if local.kind == "state":
+        return np.array([tokens.stop - 1] if tokens else [], np.int64), np.ones(int(bool(tokens)), np.int64)
     if local.opaque or remote.opaque:
         return _slabs(local, remote, tokens)
+    if local.whole:
+        size = local.manager_block_tokens
+        if remote.manager_block_tokens != size:
+            raise LayoutError(
+                f"{local.layer}: blocks of {remote.manager_block_tokens} tokens do not fill one of {size}"
+            )
+        tokens = Span(tokens.start, -(-tokens.stop // size) * size)
     contiguous = local.token_stride == local.cell_bytes and remote.token_stride == remote.cell_bytes
     if contiguous:
         cuts = np.union1d(*(np.arange(0, tokens.stop, shard.block_tokens) for shard in (local, remote)))

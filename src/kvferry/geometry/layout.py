@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvferry.geometry.span import Span
 
-Kind = Literal["attention", "latent"]
+Kind = Literal["attention", "latent", "state"]
 
 NULL_BLOCK = 0
 """Block id that vLLM puts where a request holds no block (out of a sliding window); it is never moved."""
@@ -27,10 +27,14 @@ class LayerShard:
     A *cell* is what the cache stores for one (head, token): K and V together, or one latent vector. The byte address
     of a cell is ``address + block * block_stride + (head - heads.start) * head_stride + token * token_stride``.
 
+    A recurrent state has one cell for (head, block): the state after the last token of the request that the block
+    stands for. Its token stride is 0. A layer has several such states, each a shard with a name of its own.
+
     Attributes:
         layer: global layer name, such as ``model.layers.17.self_attn.attn``.
-        kind: ``attention`` (K and V per head) or ``latent`` (one vector per token, MLA).
-        heads: global heads held; several workers may hold the same ones.
+        kind: ``attention`` (K and V per head), ``latent`` (one vector per token, MLA) or ``state`` (recurrent).
+        heads: global heads held; several workers may hold the same ones. Of a state, what tensor parallelism cuts it
+            into: heads or channels.
         total_heads: heads of the layer over all workers.
         block_tokens: tokens per (kernel) block.
         num_blocks: (kernel) blocks in the cache, the null block included.
@@ -40,8 +44,12 @@ class LayerShard:
         opaque: tokens inside a (block, head) slab cannot be told apart, so only whole slabs move.
         group: index of the KV cache group whose block ids address this layer.
         split: kernel blocks per block of the KV cache manager (whose ids travel).
+        whole: a block is loaded to its end, also past the last token. vLLM zeroes new blocks where their old content
+            may be no number of this type, and leaves those that are loaded to whoever loads them.
         address: byte address of block 0, first head held, token 0.
         block_stride, head_stride, token_stride: bytes.
+        draft: the layer is a speculative decoder's. A wrong cache there makes worse guesses, which the model finds out:
+            never a wrong token. So where only one side has the layer, it is left out.
         memory: ``DRAM`` or ``VRAM``, NIXL's words.
         device: device index of the memory, from the tensor itself.
     """
@@ -62,6 +70,8 @@ class LayerShard:
     head_stride: int
     token_stride: int
     split: int = 1
+    whole: bool = False
+    draft: bool = False
     memory: str = "DRAM"
     device: int = 0
 
@@ -81,8 +91,10 @@ class LayerShard:
         largest = max(self.extent.stop, *strides, *counts)
         if largest > ADDRESS_LIMIT:
             raise ValueError(f"{self.layer}: addresses, sizes or strides up to {largest:#x} fit no memory")
+        if (self.kind == "state") != (self.token_stride == 0):
+            raise ValueError(f"{self.layer}: a {self.kind} with a token stride of {self.token_stride}")
         if self.opaque and self.token_stride != self.cell_bytes:
-            raise ValueError(f"{self.layer}: an opaque slab must be contiguous, token stride is {self.token_stride}")
+            raise ValueError(f"{self.layer}: an opaque slab must be contiguous; set VLLM_KV_CACHE_LAYOUT=HND")
 
     @property
     def manager_blocks(self) -> int:

@@ -33,12 +33,27 @@ class ReadPlan:
     @property
     def block_tokens(self) -> int:
         """The smallest number of tokens that are whole blocks in every shard on both sides."""
-        pieces = (piece for pieces in self.reads.values() for piece in pieces)
-        return math.lcm(*{shard.block_tokens for piece in pieces for shard in (piece.local, piece.remote)})
+        pieces = (piece for pieces in self.growing.values() for piece in pieces)
+        return math.lcm(*{shard.manager_block_tokens for piece in pieces for shard in (piece.local, piece.remote)})
+
+    @property
+    def growing(self) -> dict[int, tuple[Piece, ...]]:
+        """``reads`` without recurrent states, which stand for no token before the last has been computed."""
+        return {
+            index: tuple(piece for piece in pieces if piece.local.kind != "state")
+            for index, pieces in self.reads.items()
+        }
+
+    @property
+    def exact(self) -> bool:
+        """There are recurrent states: what they were after an earlier token cannot be read from them."""
+        return any(piece.local.kind == "state" for pieces in self.reads.values() for piece in pieces)
 
 
 def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
     """Cover every head of every shard of ``reader`` exactly once from the workers of ``producer``.
+
+    Layers of a drafter that ``producer`` does not have are left out.
 
     Where several workers hold the same heads, readers spread over them by their tensor parallel rank.
 
@@ -48,6 +63,8 @@ def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
     holders = producer.holders()
     reads: dict[int, list[Piece]] = defaultdict(list)
     for local in reader.shards:
+        if local.draft and local.layer not in holders:
+            continue
         replicas = _replicas(holders.get(local.layer, []))
         missing = uncovered(local.heads, list(replicas))
         if missing:

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.errors import TransferError
-from kvferry.geometry import EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, plan
+from kvferry.errors import LayoutError, TransferError
+from kvferry.geometry import Descriptors, EngineLayout, ReadPlan, Span, WorkerShards, check, descriptors, left_out, plan
 from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import WAIT_S, Ack, Address, Follow, Gone, Granted, Held, Hello, Reply, Request, Welcome
@@ -33,6 +33,9 @@ MOST_STRANGERS = 64
 
 MOST_REASONS = 3
 """Of a pair that cannot work, in a message: most of them repeat for every layer."""
+
+Ranges = dict[tuple[str, int, str, int], Descriptors]
+"""As ``descriptors`` gives them."""
 
 Ask = Callable[[Address, Request, float, Callable[[Reply | None], None]], None]
 """Send a request to an address; the callback gets the reply, or None after so many seconds."""
@@ -165,7 +168,8 @@ class Reader:
         on_outcome: called on the thread, exactly once for each order.
         deadlines: how long to wait for a producer.
         on_start: called first on the thread, to bind it to a device.
-        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took.
+        on_contact: called on the thread for each incarnation it got a connection to, with the seconds that took, its
+            layout, and the drafter's layers that it does not hold.
         clock: seconds; only differences of it are used.
         overdue: reads so far that took longer than their deadline.
     """
@@ -176,7 +180,7 @@ class Reader:
     on_outcome: Callable[[Outcome], None]
     deadlines: Deadlines = Deadlines()
     on_start: Callable[[], None] = lambda: None
-    on_contact: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
+    on_contact: Callable[[float, EngineLayout, list[str]], None] = lambda *contact: None  # noqa: ARG005
     clock: Callable[[], float] = time.perf_counter
     overdue: int = field(default=0, init=False)
     # Not a SimpleQueue: in CPython 3.11 its get() with a timeout can wait for ever, when the thread is not run for
@@ -299,7 +303,8 @@ class Reader:
             if not actives:
                 self._forget(incarnation)
             return
-        self.on_contact(self.clock() - peer.since)
+        assert peer.layout is not None
+        self.on_contact(self.clock() - peer.since, peer.layout, left_out(peer.layout, self.layout))
         self._forget_idle(peer.address, incarnation)
         for active in actives:
             self._advance(active)
@@ -390,10 +395,7 @@ class Reader:
             return
         began = self.clock()
         try:
-            ranges = {
-                index: descriptors(pieces, grant.blocks, order.local_blocks, Span(active.at, stop))
-                for index, pieces in peer.plan.reads.items()
-            }
+            ranges = self._ranges(active, Span(active.at, stop))
         except Exception as error:
             active.failure = f"{type(error).__name__}: {error}"
             return
@@ -401,6 +403,24 @@ class Reader:
             active.under_way.append(_Posted(index, self._agent.read(peer.agents[index], parts), began))
         active.at = stop
         active.post_seconds += self.clock() - began
+
+    @staticmethod
+    def _ranges(active: _Active, tokens: Span) -> dict[int, Ranges]:
+        """What is to be read of ``tokens`` from each of the producer's workers.
+
+        Raises:
+            LayoutError: the producer does not hold all of it, or no longer holds what was read earlier.
+        """
+        order, grant, pieces = active.order, active.grant, active.peer.plan.growing
+        if grant.complete:
+            earlier = Span(order.first_token, tokens.start)
+            if earlier:  # of a window, vLLM may have let go of blocks after they were read
+                for parts in pieces.values():
+                    descriptors(parts, grant.blocks, order.local_blocks, earlier)
+            pieces = active.peer.plan.reads
+            if active.peer.plan.exact and order.last_token != grant.tokens:
+                raise LayoutError(f"a state after token {order.last_token} is wanted, one after {grant.tokens} is held")
+        return {index: descriptors(parts, grant.blocks, order.local_blocks, tokens) for index, parts in pieces.items()}
 
     def _follow(self, active: _Active) -> None:
         order, grant = active.order, active.grant

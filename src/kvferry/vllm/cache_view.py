@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import LayerShard, heads_of_rank
+from kvferry.vllm.state_view import state_shards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +29,19 @@ the inside of a block is opaque and only whole blocks of equal size are moved. C
 before all V of a (block, head) slab in an order that depends on the instruction set."""
 
 
+POSITIONAL = frozenset(
+    {
+        *("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "RSWASpec"),
+        *("MLAAttentionSpec", "SlidingWindowMLASpec"),
+    }
+)
+"""Specs whose block lists say by position where which token is. Any other one is refused until somebody has looked."""
+
+SEPARABLE_QUANTISATION = frozenset({"NONE", "FP8_PER_TENSOR"})
+"""Ways of storing elements in which a token's are together, beside those that put one scale behind each (token, head).
+What others do inside a block nobody has looked at."""
+
+
 def shards_of(
     kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, tp_rank: int
 ) -> tuple[LayerShard, ...]:
@@ -34,76 +52,131 @@ def shards_of(
         kv_cache_config: of this worker: its group ids are the engine's, its layer names are its own.
 
     Raises:
-        UnsupportedError: a kind of cache that is not moved yet, or one whose tensor is not what its spec says.
+        UnsupportedError: kinds of cache that are not moved, or tensors that are not what their specs say; of every
+            layer, in one text.
     """
-    shards = []
+    view = _View(kv_cache_config, config, tp_rank)
+    shards: list[LayerShard] = []
+    reasons = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for layer in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(layer, group.kv_cache_spec)
-            if layer not in kv_caches:
-                raise UnsupportedError(f"{layer}: has a KV cache spec but vLLM registered no tensor for it")
-            shards.append(_shard(layer, kv_caches[layer], spec, group_id, kv_cache_config.num_blocks, config, tp_rank))
+            try:
+                if layer not in kv_caches:
+                    raise UnsupportedError(f"{layer}: has a KV cache spec but vLLM registered no tensor for it")
+                shards += view.shards(layer, kv_caches[layer], spec, group_id)
+            except (UnsupportedError, ValueError) as error:
+                reasons.append(str(error))
+    if reasons:
+        raise UnsupportedError("; ".join(reasons))
     return tuple(shards)
 
 
-def _shard(
-    layer: str, cache: torch.Tensor, spec: Any, group: int, num_blocks: int, config: VllmConfig, tp_rank: int
-) -> LayerShard:
-    _require_attention(layer, cache, spec)
-    latent = "MLA" in type(spec).__name__
-    tp_size = config.parallel_config.tensor_parallel_size
-    blocks, held, tokens, content = cache.shape
-    total = 1 if latent else _total_heads(held, tp_size, config)
-    heads = heads_of_rank(total, tp_size, tp_rank)
-    whole_blocks = blocks % num_blocks == 0 and tokens * (blocks // num_blocks) == spec.block_size
-    if not (whole_blocks and held == spec.num_kv_heads == heads.size):
-        raise UnsupportedError(
-            f"{layer}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of {spec.block_size} tokens "
-            f"with {spec.num_kv_heads} of {total} heads"
-        )
-    size = cache.element_size()
-    block_stride, head_stride, token_stride, _ = (stride * size for stride in cache.stride())
-    packing, opaque = _packing(layer, config)
-    return LayerShard(
-        layer=layer,
-        kind="latent" if latent else "attention",
-        heads=heads,
-        total_heads=total,
-        block_tokens=tokens,
-        num_blocks=blocks,
-        cell_bytes=content * size,
-        dtype=str(cache.dtype).removeprefix("torch."),
-        packing=packing,
-        opaque=opaque,
-        group=group,
-        address=cache.data_ptr(),
-        block_stride=block_stride,
-        head_stride=head_stride,
-        token_stride=token_stride,
-        split=blocks // num_blocks,
-        memory="DRAM" if cache.device.type == "cpu" else "VRAM",
-        device=cache.device.index or 0,
+@dataclass(frozen=True, slots=True)
+class _View:
+    """From specs and tensors of one worker to its shards."""
+
+    kv_cache_config: KVCacheConfig
+    config: VllmConfig
+    tp_rank: int
+
+    def shards(self, layer: str, cache: torch.Tensor, spec: Any, group: int) -> Iterable[LayerShard]:
+        where = {
+            "group": group,
+            "draft": self._is_draft(layer),
+            "memory": "DRAM" if cache.device.type == "cpu" else "VRAM",
+            "device": cache.device.index or 0,
+        }
+        if isinstance(spec, MambaSpec):
+            rank, size = self.tp_rank, self.config.parallel_config.tensor_parallel_size
+            return state_shards(layer, cache, spec, self._module(layer), rank, size, **where)
+        return self._attention(layer, cache, spec, **where)
+
+    def _is_draft(self, layer: str) -> bool:
+        """Whether a layer is the drafter's: such layers have a prefix of their own or count on after the model's."""
+        if getattr(self.config, "speculative_config", None) is None:
+            return False
+        number = re.search(r"\.(\d+)\.", layer)
+        last = self.config.model_config.get_total_num_hidden_layers()
+        return layer.startswith("draft_model.") or (number is not None and int(number[1]) >= last)
+
+    def _module(self, layer: str) -> Any:
+        return self.config.compilation_config.static_forward_context[layer]
+
+    def _attention(self, layer: str, cache: torch.Tensor, spec: Any, **where: Any) -> Iterator[LayerShard]:
+        halves = _halves(layer, cache, spec)
+        latent = "MLA" in type(spec).__name__
+        tp_size = self.config.parallel_config.tensor_parallel_size
+        num_blocks = self.kv_cache_config.num_blocks
+        blocks, _, tokens, content = cache.shape
+        held = spec.num_kv_heads
+        total = 1 if latent else self._total_heads(held, spec)
+        heads = heads_of_rank(total, tp_size, self.tp_rank)
+        whole_blocks = blocks % num_blocks == 0 and tokens * (blocks // num_blocks) == spec.block_size
+        if not (whole_blocks and held == heads.size):
+            raise UnsupportedError(
+                f"{layer}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of {spec.block_size} "
+                f"tokens with {spec.num_kv_heads} of {total} heads"
+            )
+        size = cache.element_size()
+        block_stride, head_stride, token_stride, _ = (stride * size for stride in cache.stride())
+        packing, opaque = self._packing(layer, spec)
+        for number, half in enumerate(halves):
+            yield LayerShard(
+                layer=layer + half,
+                kind="latent" if latent else "attention",
+                heads=heads,
+                total_heads=total,
+                block_tokens=tokens,
+                num_blocks=blocks,
+                cell_bytes=content * size,
+                dtype=str(cache.dtype).removeprefix("torch."),
+                packing=packing,
+                opaque=opaque,
+                address=cache.data_ptr() + number * held * head_stride,
+                block_stride=block_stride,
+                head_stride=head_stride,
+                token_stride=token_stride,
+                split=blocks // num_blocks,
+                whole=getattr(self.kv_cache_config, "needs_kv_cache_zeroing", False),
+                **where,
+            )
+
+    def _total_heads(self, held: int, spec: Any) -> int:
+        """KV heads of the layer over all ranks. Only a rank with a single head can be a replica of another's."""
+        tp_size = self.config.parallel_config.tensor_parallel_size
+        if held > 1:
+            return held * tp_size
+        shards = getattr(spec, "max_tp_shards", None) or self.config.model_config.get_total_num_kv_heads()
+        return min(tp_size, shards)
+
+    def _packing(self, layer: str, spec: Any) -> tuple[str, bool]:
+        """Name of the arrangement inside a block, and whether tokens cannot be told apart in it."""
+        module = self._module(layer)
+        backend = module.get_attn_backend().get_name()
+        mode = getattr(spec, "kv_quant_mode", None)
+        name = "NONE" if mode is None else mode.name
+        separable = name in SEPARABLE_QUANTISATION or (mode is not None and mode.is_per_token_head)
+        # The CPU backend notes here the instruction set whose packing it uses.
+        parts = [backend, getattr(module, "isa", None), None if name == "NONE" else name]
+        return "/".join(part for part in parts if part), backend not in SEPARABLE or not separable
+
+
+def _halves(layer: str, cache: torch.Tensor, spec: Any) -> tuple[str, ...]:
+    """Suffixes of the shards that a layer is: one, or one each for K and V, whose heads lie behind each other.
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    heads: int = getattr(spec, "num_kv_heads", 0)
+    slots = getattr(spec, "num_head_slots", None) or heads
+    plain = type(spec).__name__ in POSITIONAL and spec.tokens_per_state == 1 and not spec.prefix_replay_tokens
+    if plain and cache.dim() == 4 and cache.stride(-1) == 1 and cache.shape[1] == slots:
+        if slots == heads:
+            return ("",)
+        if slots == 2 * heads and heads > 1:
+            return (".k", ".v")
+    raise UnsupportedError(
+        f"{layer}: KVFerry cannot move a {type(spec).__name__} cache of shape {tuple(cache.shape)}"
+        + (f" whose {slots} slots are not its {heads} heads" if plain and slots != heads else "")
     )
-
-
-def _require_attention(layer: str, cache: torch.Tensor, spec: Any) -> None:
-    plain = hasattr(spec, "num_kv_heads") and spec.tokens_per_state == 1
-    slots = getattr(spec, "num_head_slots", None)
-    if not plain or cache.dim() != 4 or cache.stride(-1) != 1 or slots not in (None, spec.num_kv_heads):
-        raise UnsupportedError(
-            f"{layer}: KVFerry cannot move a {type(spec).__name__} cache of shape {tuple(cache.shape)} yet"
-        )
-
-
-def _total_heads(held: int, tp_size: int, config: VllmConfig) -> int:
-    """KV heads of the layer over all ranks. Only a rank with a single head can be a replica of another's."""
-    return held * tp_size if held > 1 else min(tp_size, config.model_config.get_total_num_kv_heads())
-
-
-def _packing(layer: str, config: VllmConfig) -> tuple[str, bool]:
-    """Name of the arrangement inside a block, and whether tokens cannot be told apart in it."""
-    module = config.compilation_config.static_forward_context[layer]
-    backend = module.get_attn_backend().get_name()
-    # The CPU backend notes here the instruction set whose packing it uses.
-    isa = getattr(module, "isa", None)
-    return f"{backend}/{isa}" if isa else backend, backend not in SEPARABLE

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
+import vllm.platforms
 
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import Fingerprint
@@ -17,6 +18,7 @@ from kvferry.vllm.versions import NEWEST, OLDEST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
@@ -27,20 +29,46 @@ def minor_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def require_supported(config: VllmConfig) -> None:
+def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
     """Refuse what would not work, before anything is allocated.
 
     Raises:
-        UnsupportedError: this vLLM is outside the window, or the engine uses context parallelism.
+        UnsupportedError: with every reason.
     """
+    reasons = [*_version(), *_parallelism(config), *_caches(config, kv_cache_config)]
+    if reasons:
+        raise UnsupportedError("KVFerry cannot serve this engine: " + "; ".join(reasons))
+
+
+def _version() -> Iterator[str]:
     if not OLDEST <= minor_version() <= NEWEST:
-        raise UnsupportedError(
-            f"KVFerry works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, this is {vllm.__version__}"
-        )
-    parallel = config.parallel_config
+        yield f"it works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, this is {vllm.__version__}"
+
+
+def _parallelism(config: VllmConfig) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            raise UnsupportedError(f"KVFerry does not support {name} > 1 yet; set it to 1")
+        if getattr(config.parallel_config, name, 1) != 1:
+            yield f"it does not support {name} > 1; set it to 1"
+
+
+def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:
+    device = config.kv_transfer_config.kv_buffer_device
+    platform = vllm.platforms.current_platform.device_type
+    if device != platform:
+        yield (
+            f"it reads and writes the cache where it is and stages nothing in host memory; remove kv_buffer_device "
+            f"'{device}' from --kv-transfer-config"
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        yield (
+            "scales of a quantised cache that each engine calculates for itself differ between engines; remove "
+            "--calculate-kv-scales"
+        )
+    if config.model_config.is_encoder_decoder:
+        yield "it does not support encoder-decoder models, whose cross attention is cached by the encoder's tokens"
+    for number, group in enumerate(kv_cache_config.kv_cache_groups if kv_cache_config else ()):
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            yield f"KV cache group {number} lies in host memory or is a replica of one that does; turn off HiSparse"
 
 
 def fingerprint(config: VllmConfig, model_id: str | None) -> Fingerprint:
@@ -63,10 +91,11 @@ def _model_parts(model: Any, model_id: str | None) -> Iterator[bytes]:
         return
     # The same files under another path are the same model; another fine-tune of equal shape is not.
     for file in sorted(directory.glob("*.safetensors")):
-        yield from _samples(file)
+        yield from samples(file)
 
 
-def _samples(file: Path) -> Iterator[bytes]:
+def samples(file: Path) -> Iterator[bytes]:
+    """Of a large file: name, size, and parts from which another one of the same size can be told."""
     size = file.stat().st_size
     yield f"{file.name}:{size}".encode()
     with file.open("rb") as stream:

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.compat import require_supported
+from kvferry.vllm.continuation import continuation
 from kvferry.vllm.logs import join_vllm_logging
 from kvferry.vllm.metadata import StepMetadata
 from kvferry.vllm.metrics import TransferMetrics, TransferStats
@@ -55,14 +56,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_logging()
-        require_supported(vllm_config)
+        require_supported(vllm_config, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf
         self._worker: WorkerHalf
         if role is KVConnectorRole.SCHEDULER:
             from kvferry.vllm.scheduler import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(vllm_config, settings)
+            self._scheduler = SchedulerHalf(
+                vllm_config, settings, continuation=continuation(vllm_config, kv_cache_config)
+            )
         else:
             from kvferry.vllm.worker import WorkerHalf
 

@@ -101,6 +101,9 @@ METRICS = {
         "From a worker's first word to a producer's incarnation to its connection",
         buckets=_SHORT_SECONDS,
     ),
+    "layers_left_out": Metric(
+        "kvferry:layers_left_out", Counter, "Layers of a drafter that a producer does not have, by first contact"
+    ),
     "phase": Metric(
         "kvferry:phase_seconds", Histogram, "Time of each phase of a load", "phase", _PHASES, _SHORT_SECONDS
     ),

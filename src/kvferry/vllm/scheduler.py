@@ -40,7 +40,9 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.sidechannel.server import Listener, Respond
+from kvferry.vllm.adapters import adapter_identity
 from kvferry.vllm.compat import fingerprint
+from kvferry.vllm.continuation import PLAIN, Continuation
 from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
 from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.progress import News, Progress
@@ -67,14 +69,20 @@ def worker_name(pp_rank: int, tp_rank: int) -> str:
 
 
 def identity_of(request: EngineRequest, tokens: int) -> str | None:
-    """Identity of the first ``tokens`` of a prompt; None for a prompt without token ids."""
+    """Identity of the first ``tokens`` of a prompt; None for a prompt without token ids.
+
+    Beside the tokens: the adapter (its weights, whatever it is called or numbered here), the tenant's salt, and what
+    the placeholders of a multimodal prompt stand for.
+    """
     prompt = request.prompt_token_ids
     if prompt is None or len(prompt) < tokens:
         return None
     extras = []
     if request.lora_request is not None:
-        extras.append(f"lora:{request.lora_request.lora_name}")
-    for feature in getattr(request, "mm_features", None) or ():
+        extras.append(f"lora:{adapter_identity(request.lora_request)}")
+    if request.cache_salt:
+        extras.append(f"salt:{request.cache_salt}")
+    for feature in request.mm_features or ():
         place = feature.mm_position
         if place.offset < tokens:
             extras.append(f"mm:{feature.identifier}:{place.offset}:{place.length}")
@@ -104,10 +112,18 @@ class Producer:
     """
 
     def __init__(
-        self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges, tally: Tally
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        continuation: Continuation,
+        seal: Seal,
+        incarnation: str,
+        edges: Edges,
+        tally: Tally,
     ) -> None:
         parallel = config.parallel_config
         self._config = config
+        self._continuation = continuation
         self._settings = settings
         self._tally = tally
         self._layout = layout_of(config)
@@ -156,6 +172,7 @@ class Producer:
 
     def arrived(self, request: EngineRequest) -> None:
         """A request with ``do_remote_decode``: in a transfer that streams it can be claimed from now on."""
+        self._continuation.shorten(request)
         try:
             transfer = Transfer.from_params(request.kv_transfer_params or {})
             if transfer is None and self._settings.streaming:
@@ -194,7 +211,7 @@ class Producer:
 
     def finished(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> Offer | None:
         """Hold the blocks of a finished prefill; None when there is nothing to hand over."""
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        tokens = self._continuation.offers(request.num_computed_tokens, request.num_prompt_tokens)
         token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
         if token_hash is None:
             return None
@@ -238,7 +255,14 @@ class Consumer:
     """Claims what requests are offered, and keeps it claimed until the workers have read it."""
 
     def __init__(
-        self, config: VllmConfig, settings: Settings, seal: Seal, incarnation: str, edges: Edges, tally: Tally
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        continuation: Continuation,
+        seal: Seal,
+        incarnation: str,
+        edges: Edges,
+        tally: Tally,
     ) -> None:
         parallel = config.parallel_config
         readers = [
@@ -247,6 +271,7 @@ class Consumer:
             for tp_rank in range(parallel.tensor_parallel_size)
         ]
         self._settings = settings
+        self._continuation = continuation
         self._seal = seal
         self._tally = tally
         self._clock = edges.clock
@@ -269,7 +294,7 @@ class Consumer:
             self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
             return
         subject = Subject(request.request_id, self._layout, offer)
-        tokens = request.num_prompt_tokens if offer.tokens is None else offer.tokens
+        tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
         token_hash = identity_of(request, tokens)
         if token_hash is None or offer.token_hash not in (None, token_hash):
             self._refuse(subject, "prompt", "the offered KV cache was computed from another prompt")
@@ -351,7 +376,7 @@ class Consumer:
             tokens = self._loads.available(request.request_id)
         if tokens is None:
             return None
-        return max(0, min(tokens, request.num_prompt_tokens) - local_tokens)
+        return max(0, self._continuation.loads(tokens, request.num_prompt_tokens) - local_tokens)
 
     def allocated(self, request: EngineRequest, blocks: KVCacheBlocks, tokens: int) -> Order | None:
         """Blocks for ``tokens`` more tokens are there; the order for the workers, None when nothing is to be loaded."""
@@ -360,7 +385,7 @@ class Consumer:
             return None
         with self._lock:
             available = self._loads.available(request.request_id) or 0
-            stop = min(available, request.num_prompt_tokens)
+            stop = self._continuation.loads(available, request.num_prompt_tokens)
             span = Span(stop - tokens, stop)
             return self._loads.start(request.request_id, [list(ids) for ids in blocks.get_block_ids()], span)
 
@@ -407,7 +432,13 @@ class SchedulerHalf:
         SideChannelError: the listener's address cannot be bound.
     """
 
-    def __init__(self, config: VllmConfig, settings: Settings, edges: Edges | None = None) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        settings: Settings,
+        edges: Edges | None = None,
+        continuation: Continuation = PLAIN,
+    ) -> None:
         self._seal = read_seal(settings)
         if not self._seal.has_secret:
             logger.warning(
@@ -423,7 +454,7 @@ class SchedulerHalf:
         self._traces: dict[str, Headers] = {}
         self._tally = Tally()
         transfer = config.kv_transfer_config
-        parts = (config, settings, self._seal, self._incarnation, edges, self._tally)
+        parts = (config, settings, continuation, self._seal, self._incarnation, edges, self._tally)
         self._producer = Producer(*parts) if transfer.is_kv_producer else None
         self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
 

@@ -36,6 +36,9 @@ TRANSFER_LOG = "KVFERRY_TRANSFER_LOG"
 """Names a file to which every finished load is appended as a line of JSON."""
 
 
+MOST_LAYERS = 3
+"""That are named in a log line."""
+
 MAX_REASONS = 100
 """Reasons for failed loads that are remembered, so as to warn of each once."""
 
@@ -89,7 +92,7 @@ class WorkerHalf:
                 self._settings.hold_timeout,
             ),
             on_start=lambda: _bind(device),
-            on_contact=lambda seconds: self._tally.add("first_contact", seconds),
+            on_contact=self._met,
         )
         metadata = self._reader.start()
         self._handshake = Handshake(WorkerShards(self._pp_rank, self._tp_rank, shards, metadata))
@@ -132,6 +135,18 @@ class WorkerHalf:
         """What the scheduler half wanted to know of the step that ends."""
         step, self._step = self._step, None
         return None if step is None else Executed(step)
+
+    def _met(self, seconds: float, producer: EngineLayout, left: list[str]) -> None:
+        """On the transfer thread."""
+        self._tally.add("first_contact", seconds)
+        if not left:
+            return
+        self._tally.add("layers_left_out", len(left))
+        logger.warning(
+            "%d layers of the drafter are not loaded from %s, which does not have them: %s. The model's own are; "
+            "until a drafter has seen its own tokens it guesses worse",
+            *(len(left), producer.label, ", ".join(left[:MOST_LAYERS]) + (", ..." if len(left) > MOST_LAYERS else "")),
+        )
 
     def _ended(self, outcome: Outcome) -> None:
         """On the transfer thread."""

@@ -1,0 +1,76 @@
+"""From where a decode instance can go on with a cache that it loads.
+
+A load that covers a whole prompt has the last token computed once more, for its logits. That needs the cache as it was
+before that token. Plain attention still has it. A recurrent state does not: it cannot be taken back. Nor does a window
+or a chunk: by then vLLM may have freed the block with the oldest token that the last one attends to, on both sides. So
+with these kinds a producer stops one token short of the prompt, and a consumer computes that token itself, which it
+would have done anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Which part of a prompt is handed over; the same on both sides, since it follows from the model.
+
+    Attributes:
+        withheld: tokens at the prompt's end that a producer does not compute and a consumer does not load.
+        exact: the cache stands for all of its tokens or for none, as a recurrent state does.
+    """
+
+    withheld: int = 0
+    exact: bool = False
+
+    def shorten(self, request: Request) -> None:
+        """Let a prefill stop short of its prompt's end. What it then samples is nobody's answer."""
+        prompt, held = request.prompt_token_ids, self.held(request.num_prompt_tokens)
+        # A request that reads no cache (log probabilities of its prompt) is computed whole by the consumer too.
+        if prompt is None or held == len(prompt) or request.skip_reading_prefix_cache:
+            return
+        request.prompt_token_ids = prompt[:held]
+        del request._all_token_ids[held:]
+        request.num_prompt_tokens, request.max_tokens = held, 1
+
+    def held(self, prompt: int) -> int:
+        """Tokens of a prompt that a producer computes; all of one that is too short to be shortened."""
+        return prompt - self.withheld if prompt > self.withheld else prompt
+
+    def offers(self, computed: int, prompt: int) -> int:
+        """Tokens that a finished prefill has to offer."""
+        return 0 if self.exact and computed != prompt else min(computed, prompt)
+
+    def loads(self, offered: int, prompt: int) -> int:
+        """Tokens of an offer that a request can load, from its first on."""
+        tokens = max(0, min(offered, prompt - self.withheld))
+        return 0 if self.exact and tokens != offered else tokens
+
+
+PLAIN = Continuation()
+
+
+def continuation(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Continuation:
+    """What the KV cache groups of an engine, and its drafter, allow."""
+    specs = list(_layer_specs(kv_cache_config))
+    exact = any(isinstance(spec, MambaSpec) for spec in specs)
+    windowed = any(getattr(spec, what, None) for spec in specs for what in ("sliding_window", "attention_chunk_size"))
+    # A drafter of several modules reads that many tokens ahead, and must not see unverified ones in place of them.
+    ahead = getattr(config, "num_prefill_lookahead_tokens", 0)
+    return Continuation(max(int(exact or windowed), ahead - 1), exact)
+
+
+def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        yield from getattr(spec, "kv_cache_specs", {"": spec}).values()

@@ -1,0 +1,224 @@
+"""What is known of each kind of cache, from the tests: `python -m tests.kinds.evidence` writes the document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.engines import test_pairs, test_states
+
+from .kinds import KINDS
+from .test_kinds import EVERYDAY, pairs
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+RUN_AS = {
+    "qwen2": "Full attention, grouped query",
+    "qwen2-6heads": "Full attention, grouped query",
+    "qwen3": "Full attention, grouped query",
+    "llama": "Full attention, one KV head on several ranks",
+    "deepseek-v2": "MLA (latent)",
+    "gemma3": "Full attention and sliding windows in KV cache groups",
+    "lfm2": "Short convolution",
+    "qwen3-next": "Gated delta net",
+    "granite4": "Mamba 2, one group",
+}
+"""The kind that each tiny model's cache is of."""
+
+OTHER = [
+    (
+        "Layers that share another layer's cache",
+        "a shared layer has no cache of its own, and the one it uses moves",
+        ["test_a_layer_that_shares_anothers_cache_is_not_described_twice"],
+    ),
+    (
+        "Layers of a drafter (draft model, EAGLE, MTP) on both sides",
+        "they move like any layer",
+        ["test_layers_of_a_drafter_that_both_have_move_and_those_of_the_producer_alone_are_not_asked_for"],
+    ),
+    (
+        "Layers of a drafter on the decode side only",
+        "the model's own layers move; a log line and `kvferry:layers_left_out` say what did not",
+        [
+            "test_layers_of_a_drafter_that_only_the_consumer_has_are_left_out",
+            "test_what_a_producer_does_not_have_is_said_and_counted",
+        ],
+    ),
+    (
+        "Multimodal prompts",
+        "an image and its place are part of a prompt's identity",
+        ["test_placeholders_stand_for_their_image_at_their_place"],
+    ),
+    (
+        "LoRA adapters",
+        "an adapter is told by its weights; a cache computed with another one is never loaded",
+        [
+            "test_two_adapters_of_one_name_are_two",
+            "test_files_that_changed_since_the_engine_read_them_stand_for_nothing",
+        ],
+    ),
+    (
+        "A child of MultiConnector beside an offloading one",
+        "either child may be the one that loads",
+        [
+            "test_a_request_that_this_child_is_chosen_for_is_loaded",
+            "test_a_request_that_the_other_child_is_chosen_for_gives_the_grant_back",
+        ],
+    ),
+]
+
+REFUSED = [
+    (
+        "vLLM before 0.30 or after 0.33",
+        "start",
+        "the connector's interface is another",
+        "test_a_vllm_outside_the_window_is_refused_with_the_window",
+    ),
+    (
+        "Context parallelism (DCP, PCP) on either side",
+        "start",
+        "tokens dealt out to ranks are not in the geometry yet",
+        "test_context_parallelism_is_refused_by_flag",
+    ),
+    (
+        "Host staging (`kv_buffer_device` other than the device)",
+        "start",
+        "caches are read where they are",
+        "test_staging_in_host_memory_is_refused",
+    ),
+    (
+        "Scales of a quantised cache that each engine calculates",
+        "start",
+        "they differ between engines",
+        "test_scales_that_each_engine_calculates_are_refused",
+    ),
+    (
+        "Encoder-decoder models",
+        "start",
+        "cross attention is cached by the encoder's tokens",
+        "test_cross_attention_is_refused",
+    ),
+    (
+        "HiSparse",
+        "start",
+        "part of the cache lies in host memory",
+        "test_replicas_of_a_cache_in_host_memory_are_refused",
+    ),
+    (
+        "Sink attention, and any spec nobody has looked at",
+        "start",
+        "its block lists may not go by position",
+        "test_a_spec_nobody_has_looked_at_is_refused",
+    ),
+    (
+        "Compressed caches (several tokens in a state), K and V of all heads in one cell",
+        "start",
+        "a cell is not one head and one token",
+        "test_cells_that_are_not_one_of_a_head_and_a_token_are_refused",
+    ),
+    (
+        "Linear attention, KDA, replayed states, recurrent states with speculative decoding",
+        "start",
+        "how they are cut or counted has not been looked at",
+        "test_recurrent_layers_that_are_not_known_are_refused",
+    ),
+    (
+        "Tokens before heads (NHD) under a packing that is opaque",
+        "start",
+        "a head's part of a block is not contiguous",
+        "test_a_packing_that_is_not_contiguous_in_a_head_is_refused",
+    ),
+    (
+        "Unequal block sizes under a packing that is opaque (CPU attention, nvfp4 and other packed quantisations)",
+        "pairing",
+        "tokens inside a block cannot be told apart",
+        "test_unequal_blocks_are_refused_where_tokens_are_not_separable",
+    ),
+    (
+        "Unequal block sizes of the attention beside recurrent states, or in caches of several precisions",
+        "pairing",
+        "what a prompt leaves of its last block would keep what is no number",
+        "test_blocks_that_are_loaded_to_their_end_must_be_of_one_size",
+    ),
+    (
+        "Different models, vLLM versions or protocol versions",
+        "pairing",
+        "the bytes mean something else",
+        "test_engines_of_different_kind_are_refused",
+    ),
+    (
+        "Different cache types, attention backends, instruction sets (CPU) or layouts of a convolution",
+        "pairing",
+        "the bytes mean something else",
+        "test_shards_of_different_make_are_refused",
+    ),
+]
+
+INTRODUCTION = """\
+# What is moved
+
+This page is written by `python -m tests.kinds.evidence` from the tests, and a test holds it to them.
+
+Prefill and decode may differ in tensor, pipeline and data parallel size in every row, and in block size and layout
+unless a row of the last table says otherwise. A data parallel replica is an engine of its own here, so that no kind of
+cache depends on their number. What cannot be moved is refused with every reason at once: when the engine starts, or
+when a pair first meets; then the prompt is computed by the decode instance, or fails, as `kv_load_failure_policy` says.
+
+- **Engine run**: tiny models of that kind, on real engines of the CPU build, give the tokens of a plain engine.
+- **Geometry checked, engine not run**: vLLM's own spec and layout code shapes the caches, in CPU memory; the
+  connector's own reader loads them through real NIXL; every byte on both sides is checked. What a GPU kernel does with
+  them is not.
+"""
+
+
+def document() -> str:
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_table(("kind", "(TP, PP, DP)", "evidence"), [*_engines(), *_geometry()]),
+            "",
+            "## Beside the kinds",
+            "",
+            *_table(("what", "what happens", "held by"), [(what, how, _named(tests)) for what, how, tests in OTHER]),
+            "",
+            "## Refused",
+            "",
+            *_table(
+                ("what", "when", "why", "held by"),
+                [(what, when, why, _named([test])) for what, when, why, test in REFUSED],
+            ),
+            "",
+        ]
+    )
+
+
+def _engines() -> Iterator[tuple[str, str, str]]:
+    """Rows of the pairs that engines are started for."""
+    run = defaultdict(list)
+    for kind, prefill, decode, *_ in (*test_pairs.EVERYDAY, *test_pairs.HEAVY, *test_states.PAIRS):
+        run[RUN_AS[kind]].append(f"{prefill} → {decode}")
+    for name, layouts in run.items():
+        shown = ", ".join(f"`{layout}`" for layout in layouts[:6])
+        yield name, shown + (f" and {len(layouts) - 6} more" if len(layouts) > 6 else ""), "engine run"
+
+
+def _geometry() -> Iterator[tuple[str, str, str]]:
+    for kind in KINDS:
+        made = pairs(kind)
+        tp = ", ".join(str(size) for size in sorted({side[0] for pair in made for side in pair}))
+        pp = ", ".join(str(size) for size in sorted({side[1] for pair in made for side in pair}))
+        layouts = f"TP {tp}; PP {pp}: {len(made)} pairs, {EVERYDAY} of them every day"
+        yield kind.name, layouts, "geometry checked, engine not run"
+
+
+def _named(tests: list[str]) -> str:
+    return ", ".join(f"`{test}`" for test in tests)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

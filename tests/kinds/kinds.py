@@ -1,0 +1,149 @@
+"""The kinds of cache that are moved here, by what their layers' specs are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Recurrent
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from .caches import Kind, MakeSpec
+
+HEADS = 12
+HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
+PACKED = (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
+
+
+def full(heads: int = HEADS, **more: Any) -> MakeSpec:
+    shape = {"head_size": 16, "dtype": torch.bfloat16, **more}
+    return lambda tp, size: FullAttentionSpec(block_size=size, num_kv_heads=max(1, heads // tp), **shape)
+
+
+def sliding(window: int, heads: int = HEADS) -> MakeSpec:
+    def make(tp: int, size: int) -> SlidingWindowSpec:
+        shape = {"num_kv_heads": max(1, heads // tp), "head_size": 16, "dtype": torch.bfloat16}
+        return SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
+
+    return make
+
+
+def latent(**more: Any) -> MakeSpec:
+    shape = {"num_kv_heads": 1, "head_size": 96, "dtype": torch.bfloat16, "max_tp_shards": 1, **more}
+    return lambda tp, size: MLAAttentionSpec(block_size=size, **shape)
+
+
+def scaled(mode: KVQuantMode, dtype: torch.dtype) -> MakeSpec:
+    """One float32 scale behind the K, and one behind the V, of each (token, head): as the Triton backend asks for."""
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    make = full(dtype=dtype, kv_quant_mode=mode)
+    return lambda tp, size: TritonAttentionBackend.customize_spec(make(tp, size))
+
+
+def nvfp4() -> MakeSpec:
+    """As FlashInfer asks for: packed K of all heads, then V of all heads, with scales inside each."""
+    from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
+
+    content = nvfp4_kv_cache_full_dim(32)
+    make = full(head_size=32, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4)
+
+    def customized(tp: int, size: int) -> FullAttentionSpec:
+        spec = make(tp, size)
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
+
+    return customized
+
+
+def recurrent(kind: Recurrent, shapes: Any, dtypes: tuple[torch.dtype, ...], page: int = 0) -> MakeSpec:
+    """A state, in a page as large as one of the attention beside it."""
+
+    def make(tp: int, size: int) -> MambaSpec:
+        padded = page // tp * size if page else None
+        return MambaSpec(size, shapes=shapes(tp), dtypes=dtypes, mamba_type=kind, page_size_padded=padded)
+
+    return make
+
+
+FLOATS = (torch.bfloat16, torch.float32)
+PAGE = HEADS * 2 * 64 * 2
+"""Bytes per token of the attention beside a recurrent state."""
+BESIDE = full(head_size=64)
+
+
+def _hybrid(
+    name: str, make: MakeSpec, projections: tuple[tuple[int, bool], ...], tp: tuple[int, ...] = (1, 2, 4)
+) -> Kind:
+    return Kind(name, ((2, BESIDE), (3, make)), projections=projections, tp=tp)
+
+
+KINDS = [
+    Kind("Full attention, grouped query", ((5, full()),)),
+    Kind("Full attention, one KV head on several ranks", ((5, full(heads=2)),), heads=2, tp=(1, 2, 4)),
+    Kind("Full attention and sliding windows in KV cache groups", ((2, full()), (3, sliding(24)))),
+    Kind("MLA (latent)", ((5, latent()),), heads=1, backend="FLASHMLA", tp=(1, 2, 3)),
+    Kind(
+        "MLA with fp8_ds_mla",
+        ((5, latent(dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656)),),
+        heads=1,
+        backend="FLASHMLA",
+    ),
+    Kind("fp8 with a scale per tensor", ((5, full(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)),)),
+    *(
+        Kind(
+            f"{mode.name.lower().split('_')[0]} with a scale per token and head",
+            ((5, scaled(mode, dtype)),),
+            backend="TRITON_ATTN",
+            block_tokens=(16, 12),
+            layouts=(HND, NHD),
+        )
+        for mode, dtype in (
+            (KVQuantMode.FP8_PER_TOKEN_HEAD, torch.float8_e4m3fn),
+            (KVQuantMode.INT8_PER_TOKEN_HEAD, torch.int8),
+            (KVQuantMode.INT4_PER_TOKEN_HEAD, torch.uint8),
+        )
+    ),
+    Kind("nvfp4, K and V apart", ((5, nvfp4()),), backend="FLASHINFER", tp=(1, 2)),
+    Kind("Blocks of 16 tokens to blocks of 48", ((5, full()),), block_tokens=(16, 48)),
+    Kind("Blocks of 48 tokens to blocks of 16", ((5, full()),), block_tokens=(48, 16)),
+    Kind("Blocks of 16 tokens to blocks of 12", ((5, full()),), block_tokens=(16, 12)),
+    Kind("HND to NHD", ((5, full()),), layouts=(HND, NHD)),
+    Kind("NHD to HND", ((5, full()),), layouts=(NHD, HND)),
+    *(Kind(f"{packed.name} to LBHNC", ((5, full()),), layouts=(packed, HND)) for packed in PACKED),
+    *(Kind(f"LBHNC to {packed.name}", ((5, full()),), layouts=(HND, packed)) for packed in PACKED),
+    _hybrid(
+        "Mamba 2, one group",
+        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 1, 8, 8, 16, 4), FLOATS, PAGE),
+        ((64, False), (16, True), (16, True)),
+    ),
+    _hybrid(
+        "Mamba 2, several groups",
+        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 4, 8, 8, 16, 4), FLOATS, PAGE),
+        ((64, False), (64, False), (64, False)),
+    ),
+    _hybrid(
+        "Mamba 1",
+        recurrent(Recurrent.MAMBA1, lambda tp: Shapes.mamba1_state_shape(tp, 64, 16, 4), FLOATS, PAGE),
+        ((64, False),),
+    ),
+    _hybrid(
+        "Gated delta net",
+        recurrent(Recurrent.GDN_ATTN, lambda tp: Shapes.gated_delta_net_state_shape(tp, 4, 8, 16, 8, 4), FLOATS, PAGE),
+        ((64, False), (64, False), (64, False)),
+    ),
+    _hybrid(
+        "Short convolution",
+        recurrent(Recurrent.SHORT_CONV, lambda tp: Shapes.short_conv_state_shape(tp, 96, 3), (torch.bfloat16,), PAGE),
+        ((96, False),),
+        tp=(1, 2, 3),
+    ),
+]

@@ -1,0 +1,55 @@
+"""Each kind, byte by byte, between layouts that differ in everything."""
+
+import itertools
+
+import pytest
+from vllm.model_executor.layers.mamba import mamba_utils
+
+from .caches import Kind, Side
+from .kinds import KINDS
+from .pairs import transfer
+
+TOKENS = 75
+PP = (1, 2)
+
+
+def pairs(kind: Kind) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(TP, PP) of both sides: every pair of TP sizes, with a PP of its own on each side."""
+    return [
+        ((producer, PP[number % 2]), (consumer, PP[(number // 2 + 1) % 2]))
+        for number, (producer, consumer) in enumerate(itertools.product(_sizes(kind), repeat=2))
+    ]
+
+
+def _sizes(kind: Kind) -> tuple[int, ...]:
+    """Those that vLLM's specs can be cut into."""
+    return tuple(tp for tp in kind.tp if kind.heads % tp == 0 or tp % kind.heads == 0)
+
+
+EVERYDAY = 2
+"""Pairs of each kind: TP 1 on both sides, and TP 1 to the next."""
+
+CASES = [
+    pytest.param(
+        *(kind, *pair),
+        id="{}:tp{}pp{}->tp{}pp{}".format(kind.name, *pair[0], *pair[1]),
+        marks=[pytest.mark.heavy] if number >= EVERYDAY else [],
+    )
+    for kind in KINDS
+    for number, pair in enumerate(pairs(kind))
+]
+
+
+@pytest.mark.parametrize(("kind", "producer", "consumer"), CASES)
+def test_every_byte_is_right_and_no_other_is_touched(
+    kind: Kind, producer: tuple[int, int], consumer: tuple[int, int]
+) -> None:
+    transfer(Side(kind, True, *producer, TOKENS), Side(kind, False, *consumer, TOKENS, num_blocks=30))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.projections], ids=lambda kind: kind.name)
+def test_a_convolution_stored_channel_by_channel_is_cut_as_well(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM can store a convolution's state either way (VLLM_SSM_CONV_STATE_LAYOUT)."""
+    monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
+    sizes = _sizes(kind)
+    transfer(Side(kind, True, sizes[1], 2, TOKENS), Side(kind, False, sizes[-1], 1, TOKENS, num_blocks=30))
