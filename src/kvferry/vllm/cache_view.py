@@ -12,7 +12,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import LayerShard, heads_of_rank
-from kvferry.vllm.state_view import state_shards
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,6 +87,9 @@ class _View:
             "device": cache.device.index or 0,
         }
         if isinstance(spec, MambaSpec):
+            # Here, so that nothing but a recurrent layer depends on what vLLM has for them.
+            from kvferry.vllm.state_view import state_shards
+
             rank, size = self.tp_rank, self.config.parallel_config.tensor_parallel_size
             return state_shards(layer, cache, spec, self._module(layer), rank, size, **where)
         return self._attention(layer, cache, spec, **where)
@@ -170,7 +172,11 @@ def _halves(layer: str, cache: torch.Tensor, spec: Any) -> tuple[str, ...]:
     """
     heads: int = getattr(spec, "num_kv_heads", 0)
     slots = getattr(spec, "num_head_slots", None) or heads
-    plain = type(spec).__name__ in POSITIONAL and spec.tokens_per_state == 1 and not spec.prefix_replay_tokens
+    plain = (
+        type(spec).__name__ in POSITIONAL
+        and getattr(spec, "tokens_per_state", 1) == 1
+        and not getattr(spec, "prefix_replay_tokens", 0)
+    )
     if plain and cache.dim() == 4 and cache.stride(-1) == 1 and cache.shape[1] == slots:
         if slots == heads:
             return ("",)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.utils.torch_utils import get_dtype_size
 
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import LayerShard, Span
@@ -87,7 +86,7 @@ def state_shards(
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1) or cache.shape[3] * cache.element_size() < _bytes(spec):
         raise UnsupportedError(f"{layer}: a cache of shape {tuple(cache.shape)} is no page of {_bytes(spec)} bytes")
     for part in _parts(spec):
-        copies = size if spec.tp_replicated else _copies(part, spec, module, size)
+        copies = size if getattr(spec, "tp_replicated", False) else _copies(part, spec, module, size)
         yield LayerShard(
             layer=f"{layer}.{part.name}",
             kind="state",
@@ -112,12 +111,12 @@ def _held(count: int, index: int) -> Span:
 
 
 def _bytes(spec: MambaSpec) -> int:
-    return sum(prod(shape) * get_dtype_size(dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
 
 
 def _parts(spec: MambaSpec) -> Iterator[_Part]:
     conv, temporal = spec.shapes[0], spec.shapes[1] if len(spec.shapes) > 1 else ()
-    size = get_dtype_size(spec.dtypes[0])
+    size = spec.dtypes[0].itemsize
     channels, rows = conv if is_conv_state_dim_first() else conv[::-1]
     first = 0
     for name, count in PROJECTIONS[spec.mamba_type.name](channels, temporal).items():
@@ -130,7 +129,7 @@ def _parts(spec: MambaSpec) -> Iterator[_Part]:
                 yield _Part(f"conv.{name}.{row}", offset, count, size, size, spec.dtypes[0])
         first += count
     if temporal:
-        cell = prod(temporal[1:]) * get_dtype_size(spec.dtypes[1])
+        cell = prod(temporal[1:]) * spec.dtypes[1].itemsize
         yield _Part("temporal", prod(conv) * size, temporal[0], cell, cell, spec.dtypes[1])
 
 
