@@ -10,12 +10,13 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvferry.bench.machine import cores, load
 from kvferry.bench.transfer import growth
 from kvferry.bench.transfer.acks import Acks, acks
 from kvferry.bench.transfer.contact import FirstContact, first_contact
 from kvferry.bench.transfer.growth import Point
 from kvferry.bench.transfer.question import PAIRS, Order, Pair, Question, Transport, What
-from kvferry.bench.transfer.report import Machine, Measured, cores, load, report
+from kvferry.bench.transfer.report import Machine, Measured, report
 from kvferry.bench.transfer.rounds import rounds, samples_expected
 from kvferry.cli.bench_tables import draw_growth, show
 from kvferry.cli.console import INTERRUPTED, err, examples, reported_errors
