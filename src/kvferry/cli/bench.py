@@ -18,6 +18,8 @@ from kvferry.bench.transfer.growth import Point
 from kvferry.bench.transfer.question import PAIRS, Order, Pair, Question, Transport, What
 from kvferry.bench.transfer.report import Machine, Measured, report
 from kvferry.bench.transfer.rounds import rounds, samples_expected
+from kvferry.cli.bench_compare import compare
+from kvferry.cli.bench_serve import serve
 from kvferry.cli.bench_tables import draw_growth, show
 from kvferry.cli.console import INTERRUPTED, err, examples, reported_errors
 from kvferry.cli.figures import picture_format
@@ -34,6 +36,11 @@ EXAMPLE = examples(
     "kvferry bench transfer --pair tp=2,pp=2:tp=4 --json result.json",
     "kvferry bench transfer --measure growth --plot growth.svg",
 )
+SERVE_EXAMPLE = examples(
+    "kvferry bench serve --request-rate 1 --max-concurrency 1 --json result.json --html report.html",
+    "kvferry bench serve --stall --contender kvferry --contender nixl --rounds 3",
+)
+COMPARE_EXAMPLE = examples("kvferry bench compare before.json after.json")
 TOKENS = (1000, 6000)
 MOST_ROUNDS = 1000
 ACKS_PER_S, ACKS_FOR_S = 2000, 5.0
@@ -196,3 +203,5 @@ def _write(path: Path, measured: Measured) -> None:
 
 
 app.command(epilog=EXAMPLE)(transfer)
+app.command(epilog=SERVE_EXAMPLE)(serve)
+app.command(epilog=COMPARE_EXAMPLE)(compare)

@@ -60,6 +60,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "qwen2": _grouped_query("qwen2", 8, 4),
     "qwen2-6heads": _grouped_query("qwen2", 6, 6),
     "qwen3": _grouped_query("qwen3", 8, 4, head_dim=32),
+    # 65,536 bytes of KV cache per token in bfloat16, and little to compute: for benchmarks, never for equality.
+    "qwen3-fat": _grouped_query(
+        *("qwen3", 16, 16),
+        head_dim=128,
+        num_hidden_layers=8,
+        hidden_size=256,
+        intermediate_size=512,
+        max_position_embeddings=16384,
+    ),
     "llama": _grouped_query("llama", 8, 2),
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -87,7 +88,7 @@ async def _require_well(answer: aiohttp.ClientResponse) -> None:
 
 
 async def ask(
-    using: aiohttp.ClientSession, target: Target, prompt: Sequence[int], max_tokens: int, began: float
+    using: aiohttp.ClientSession, target: Target, prompt: Sequence[int], max_tokens: int, began: float, number: int = 0
 ) -> Answer:
     """One request; `began` is the ``time.perf_counter`` of its load. A failure is an answer with an error."""
     start = time.perf_counter()
@@ -105,12 +106,13 @@ async def ask(
     except (RefusedError, aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.MsgspecError) as problem:
         error = f"{type(problem).__name__}: {problem}".rstrip(": ")
     if not times:
-        return Answer(start - began, len(prompt), error=error or "an answer without a token")
+        return Answer(number, start - began, len(prompt), error=error or "an answer without a token")
     return Answer(
+        number=number,
         start_s=start - began,
         prompt_tokens=len(prompt),
         ttft_s=times[0] - start,
-        itl_s=tuple(late - early for early, late in zip(times, times[1:], strict=False)),
+        itl_s=tuple(late - early for early, late in pairwise(times)),
         latency_s=times[-1] - start,
         output_tokens=tokens or len(times),
         digest=text.hexdigest()[:16],
@@ -131,11 +133,11 @@ async def drive(
     async with session() as using, asyncio.TaskGroup() as group:
         began = time.perf_counter()
 
-        async def one(prompt: Sequence[int]) -> None:
+        async def one(number: int, prompt: Sequence[int]) -> None:
             async with room:
-                answered(await ask(using, target, prompt, max_tokens, began))
+                answered(await ask(using, target, prompt, max_tokens, began, number))
 
-        for prompt, offset in zip(prompts, offsets, strict=True):
+        for number, (prompt, offset) in enumerate(zip(prompts, offsets, strict=True)):
             if (wait := began + offset - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            group.create_task(one(prompt))
+            group.create_task(one(number, prompt))

@@ -16,6 +16,12 @@ import yaml
 from kvferry.cluster.commands import CONNECTOR, CPU_PATIENCE
 from kvferry.errors import SpecError
 
+LMCACHE_SERVER = (
+    *("{bin}/lmcache", "server", "--host", "127.0.0.1", "--port", "{port:lmcache}"),
+    *("--http-host", "127.0.0.1", "--http-port", "{port:lmcache-http}", "--l1-size-gb", "2", "--l1-init-size-gb", "1"),
+    *("--eviction-policy", "LRU", "--chunk-size", "256", "--disable-observability"),
+    *("--supported-transfer-mode", "auto"),  # else engines on CPU wait for ever
+)
 PATCHED_NIXL, PATCHED_MOONCAKE = "kvferry.vllm.peers.nixl", "kvferry.vllm.peers.mooncake"
 
 
@@ -122,12 +128,7 @@ def _known() -> dict[str, Contender]:
             cache,
             cache,
             Front.CLIENT,
-            (
-                ("{bin}/lmcache", "server", "--host", "127.0.0.1", "--port", "{port:lmcache}")
-                + ("--http-host", "127.0.0.1", "--http-port", "{port:lmcache-http}", "--l1-size-gb", "2")
-                + ("--l1-init-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", "256")
-                + ("--disable-observability", "--supported-transfer-mode", "auto"),
-            ),
+            (LMCACHE_SERVER,),
             ("lmcache",),
             note="a shared cache on one host; whole chunks of 256 tokens move",
         ),

@@ -1,7 +1,7 @@
 """What is asked of every contender."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ SPARE_TOKENS = 128
 STALL_ANSWER_TOKENS = 2048
 """What a watched request may be asked for, beside the length of the prompts that come meanwhile."""
 MOST = 1_000_000
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Question:
     prompts: Prompts
     loads: tuple[Load, ...]
     rounds: int
-    prefill: Layout = Layout()
-    decode: Layout = Layout()
+    prefill: Layout = field(default_factory=Layout)
+    decode: Layout = field(default_factory=Layout)
     stall: Stall | None = None
-    dtype: str = "auto"
+    dtype: str = "bfloat16"
     sequences: int = 16
     warmups: int = 2
     idle_s: float = 5.0
@@ -120,6 +120,4 @@ class Question:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        config = self.config
-        dtype = self.dtype if self.dtype != "auto" else str(config.get("dtype") or config.get("torch_dtype"))
-        return kv_bytes_per_token(config, dtype)
+        return kv_bytes_per_token(self.config, self.dtype)

@@ -66,6 +66,7 @@ class Answer(msgspec.Struct, frozen=True):
     """One request. Latencies are as ``vllm bench serve`` takes them (vllm/benchmarks/lib/endpoint_request_func.py).
 
     Attributes:
+        number: of its prompt, the same for all contenders.
         start_s: when it was sent, since the load began.
         ttft_s: from sending to the first piece with a choice.
         itl_s: between two such pieces.
@@ -75,6 +76,7 @@ class Answer(msgspec.Struct, frozen=True):
         error: empty where it was answered.
     """
 
+    number: int
     start_s: float
     prompt_tokens: int
     ttft_s: float = 0.0

@@ -138,7 +138,7 @@ class Run:
                     LoadRun(
                         load=load,
                         duration_s=(duration := _duration(answers)),
-                        answers=tuple(sorted(answers, key=lambda answer: answer.start_s)),
+                        answers=tuple(sorted(answers, key=lambda answer: answer.number)),
                         summary=summary(answers, duration, asked.percentiles, asked.goodput_ms or {}),
                         cpu_s=spent,
                         legs=legs,

@@ -44,7 +44,7 @@ class Stage:
         self._ports = PortChooser()
         self._given = {f"port:{name}": self._ports.run() for name in port_names(contender)}
         python = contender.python or sys.executable
-        values = {**self._given, "directory": str(directory), "bin": str(Path(python).parent)}
+        values: dict[str, str | int] = {**self._given, "directory": str(directory), "bin": str(Path(python).parent)}
         self.contender = filled(contender, values)
         self._python = python
         self.engines: dict[str, str] = {}
@@ -141,7 +141,7 @@ class Stage:
             case Front.ROUND_ROBIN:
                 return Target(start_spreading(self._supervisor, specs, ports, _quiet))
         bootstrap = int(self._given[BOOTSTRAP]) if front is Front.ROUTER_MOONCAKE else None
-        return Target(start_router(self._supervisor, *specs, ports, _quiet, bootstrap))
+        return Target(start_router(self._supervisor, specs[0], specs[1], ports, _quiet, bootstrap))
 
 
 def _quiet(_name: str, _waited: float) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import pairwise
 
 import aiohttp
 
@@ -91,4 +92,4 @@ async def _pull(
 
 def _between(times: Sequence[float], begin: float, end: float) -> tuple[float, ...]:
     """Latencies of the tokens that came in a time."""
-    return tuple(late - early for early, late in zip(times, times[1:], strict=False) if begin < late <= end)
+    return tuple(late - early for early, late in pairwise(times) if begin < late <= end)

@@ -1,4 +1,4 @@
-"""From answers to figures, by the definitions of ``vllm bench serve`` (``calculate_metrics``, vllm/benchmarks/serve.py).
+"""From answers to figures, as ``vllm bench serve`` defines them (``calculate_metrics``, vllm/benchmarks/serve.py).
 
 TTFT, ITL and E2EL are measured by the client as each ``Answer`` says. TPOT is ``(E2EL - TTFT) / (output tokens - 1)``
 of requests with more than one output token. A request is good if all bounds given hold; one with a single token has a

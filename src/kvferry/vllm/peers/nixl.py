@@ -1,7 +1,7 @@
 """vLLM's NIXL connectors with a pause in NIXL's progress thread.
 
-NIXL's Python wrapper sets the thread's delay to 0, so that it spins: a whole core for each worker, for ever. The binding
-lets it be set; only the wrapper offers no argument for it.
+NIXL's Python wrapper sets the thread's delay to 0, so that it spins: a whole core for each worker, for ever. The
+binding lets it be set; only the wrapper offers no argument for it.
 """
 
 import os
