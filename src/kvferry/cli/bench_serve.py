@@ -23,7 +23,7 @@ from kvferry.bench.machine import cores, load
 from kvferry.bench.serve.contenders import KNOWN, USUAL, chosen
 from kvferry.bench.serve.figures import METRICS
 from kvferry.bench.serve.plots import plots
-from kvferry.bench.serve.question import DTYPES, Question
+from kvferry.bench.serve.question import DTYPES, MOST, Question
 from kvferry.bench.serve.report import report
 from kvferry.bench.serve.result import SCHEMA, Described, Load, Machine, Model, Outcome, Prompts, Result, Stall, Turn
 from kvferry.bench.serve.running import Run
@@ -55,7 +55,7 @@ class Shown:
     def ended(self, turn: Turn) -> None:
         self.bars.advance(self._turns)
         what = f"{turn.contender}, round {turn.round + 1}: {turn.outcome}"
-        err.print(what + (f": {turn.reason}" if turn.outcome is not Outcome.MEASURED else ""), markup=False)
+        err.print(what + (f": {turn.reason}" if turn.reason else ""), markup=False)
 
     def say(self, what: str) -> None:
         self.bars.reset(self._requests, total=None, description=what)
@@ -135,7 +135,7 @@ def serve(
             random_output_len,
             random_prefix_len,
             burstiness,
-            secrets.randbelow(1 << 31) if seed is None else seed,
+            secrets.randbelow(MOST) if seed is None else seed,
         )
         contenders = chosen(contender or USUAL, python or [])
         layouts = Layout.parse(prefill), Layout.parse(decode)

@@ -181,9 +181,9 @@ def _stall_row(contender: str, watched: Sequence[Watched], ratios: Sequence[floa
 
 
 def not_measured(result: Result) -> list[tuple[str, str, str]]:
-    """Contender, outcome and reason of each turn that did not end well."""
+    """Contender, outcome and the reason's first line, of each turn that did not end well."""
     return [
-        (turn.contender, str(turn.outcome), turn.reason)
+        (turn.contender, str(turn.outcome), turn.reason.partition("\n")[0])
         for turn in result.turns
         if turn.outcome is not Outcome.MEASURED
     ]
