@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from kvferry.bench.serve.compare import Ratio
-from kvferry.bench.serve.figures import METRICS, idle, not_measured, rows, stall_rows
+from kvferry.bench.serve.figures import METRICS, Row, idle, not_measured, rows, stall_rows
 from kvferry.bench.serve.report import spread
 from kvferry.bench.serve.result import Result
 from kvferry.cli.console import out, page
@@ -24,7 +24,9 @@ def show(result: Result, metrics: Sequence[str]) -> None:
         percentiles = list(here[0].latencies["ttft"])
         heads = [_head(metric, percentile) for metric in metrics for percentile in percentiles]
         goodput = ["good/s"] if any(row.goodput for row in here) else []
-        table = _table(load.label, "contender", "answered", "req/s", *goodput, *heads, "CPU s/req", "moved", "same")
+        table = _table(
+            load.label, "contender", "answered", "req/s", *goodput, *heads, "CPU s/req", "moved", "same", "load"
+        )
         for row in here:
             table.add_row(
                 row.contender,
@@ -35,9 +37,10 @@ def show(result: Result, metrics: Sequence[str]) -> None:
                 f"{sum(seconds for name, seconds in row.cpu_s.items() if name != 'client'):.3f}",
                 "" if row.moved is None else f"{row.moved:.0%}",
                 "" if row.same is None else f"{row.same:.0%}",
+                spread(row.load_average),
             )
         console.print(table)
-    _show_parts(result)
+        _show_parts(load.label, here)
     _show_idle(result)
     _show_stalls(result)
     for name, outcome, reason in not_measured(result):
@@ -50,10 +53,9 @@ def show(result: Result, metrics: Sequence[str]) -> None:
     )
 
 
-def _show_parts(result: Result) -> None:
-    found = rows(result)
-    if legs := list(dict.fromkeys(leg for row in found for leg in row.legs)):
-        table = _table("parts of a request, mean ms", "part", *(f"{row.contender}, {row.load}" for row in found))
+def _show_parts(load: str, found: Sequence[Row]) -> None:
+    if legs := sorted({leg for row in found for leg in row.legs}):
+        table = _table(f"{load}: parts of a request, mean ms", "part", *(row.contender for row in found))
         for leg in legs:
             table.add_row(leg, *(f"{row.legs[leg]:.1f}" if leg in row.legs else "" for row in found))
         page().print(table)

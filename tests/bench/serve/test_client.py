@@ -142,6 +142,7 @@ def test_no_more_are_under_way_than_may_be(concurrency: int | None, most: int) -
         if under_way == most:
             full.set()
         await full.wait()
+        await asyncio.sleep(0.05)  # for one that must not come
         under_way -= 1
         return await _streaming(_token(), DONE)(request)
 

@@ -45,6 +45,12 @@ def test_texts_are_held_against_those_of_plain_prompt_by_prompt(whole: Result) -
     assert kvferry.same == 3 / 4
 
 
+def test_a_prompt_that_plain_failed_is_held_against_nothing() -> None:
+    plain = turn("plain", 0, load_run(answer(0), answer(1, error="it broke")))
+    [_, row] = rows(result(plain, turn("kvferry", 0, load_run(answer(0), answer(1)))))
+    assert row.same == 1.0
+
+
 def test_without_a_plain_engine_there_is_nothing_to_hold_texts_against() -> None:
     [row] = rows(result(turn("kvferry", 0, load_run(answer()))))
     assert row.same is None

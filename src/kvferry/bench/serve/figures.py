@@ -27,6 +27,7 @@ class Row(msgspec.Struct, frozen=True):
         moved: of all prompt tokens, those that came through the connector; None without one.
         same: of the answers, those whose text is that of the plain engine; None where there is none to compare with.
         legs: mean milliseconds, over all rounds.
+        load_average: of the machine at the end of each round, with what others ran on it.
     """
 
     contender: str
@@ -41,6 +42,7 @@ class Row(msgspec.Struct, frozen=True):
     moved: float | None
     same: float | None
     legs: dict[str, float]
+    load_average: Spread
 
 
 class StallRow(msgspec.Struct, frozen=True):
@@ -88,6 +90,7 @@ def _row(contender: str, load: Load, some: Sequence[LoadRun], reference: Sequenc
         moved=moved,
         same=_same(some, reference),
         legs=_legs(some),
+        load_average=Spread.of(run.load_average for run in some),
     )
 
 

@@ -47,7 +47,7 @@ def _results(result: Result, metrics: Sequence[str]) -> Iterator[str]:
         percentiles = list(here[0].latencies["ttft"])
         heads = [f"{METRICS[metric][0]} {_percentile(name)} ms" for metric in metrics for name in percentiles]
         goodput = ["good requests/s"] if any(row.goodput for row in here) else []
-        more = "CPU s per request", "through connector", "text as plain's"
+        more = "CPU s per request", "through connector", "text as plain's", "load average"
         yield f"<h2>{escape(load.label)}</h2>"
         yield _table(
             ("contender", "rounds", "answered", "failed", "requests/s", *goodput, *heads, *more),
@@ -63,9 +63,16 @@ def _results(result: Result, metrics: Sequence[str]) -> Iterator[str]:
                     f"{sum(one for name, one in row.cpu_s.items() if name != 'client'):.3f}",
                     "" if row.moved is None else f"{row.moved:.0%}",
                     "" if row.same is None else f"{row.same:.0%}",
+                    spread(row.load_average),
                 )
                 for row in here
             ),
+        )
+        legs = sorted({leg for row in here for leg in row.legs})
+        yield "<h3>Parts of a request, mean ms</h3>"
+        yield _table(
+            ("part", *(row.contender for row in here)),
+            ((leg, *(f"{row.legs[leg]:.1f}" if leg in row.legs else "" for row in here)) for leg in legs),
         )
     if stalled := stall_rows(result):
         yield "<h2>A running request while long prompts arrive</h2>"
@@ -88,13 +95,6 @@ def _results(result: Result, metrics: Sequence[str]) -> Iterator[str]:
         yield "<h2>Processor seconds per idle second</h2>"
         cells = ((who, *(spread(of[name]) if name in of else "" for name in names)) for who, of in resting.items())
         yield _table(("contender", *names), cells)
-    if found:
-        yield "<h2>Parts of a request, mean ms</h2>"
-        legs = sorted({leg for row in found for leg in row.legs})
-        yield _table(
-            ("part", *(f"{row.contender}, {row.load}" for row in found)),
-            ((leg, *(f"{row.legs[leg]:.1f}" if leg in row.legs else "" for row in found)) for leg in legs),
-        )
     if missing := not_measured(result):
         yield "<h2>Not measured</h2>"
         yield _table(("contender", "outcome", "reason"), missing)
@@ -115,7 +115,8 @@ def _method(result: Result) -> Iterator[str]:
         '"Through connector" is what the decode engine says it took from its connector, of all prompt tokens; what it '
         "did not take it computed. Text as plain's: the share of answers that are letter for letter those of one plain "
         "engine; roundings differ between batches, so in less than float32 some differ without a fault.",
-        "Parts of a request are means of histograms that engines and the gateway export. They overlap.",
+        "Parts of a request are means of histograms that engines and the gateway export. They overlap. The load average is "
+        "the machine's when the load had ended, with everything that others ran on it.",
         f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_bytes / 1e9:.0f} GB, "
         f"{machine.accelerators} accelerators; load average {machine.load_before:.1f} before and "
         f"{machine.load_after:.1f} after. Only ratios of one run say something about the software.",
