@@ -115,8 +115,8 @@ def _method(result: Result) -> Iterator[str]:
         '"Through connector" is what the decode engine says it took from its connector, of all prompt tokens; what it '
         "did not take it computed. Text as plain's: the share of answers that are letter for letter those of one plain "
         "engine; roundings differ between batches, so in less than float32 some differ without a fault.",
-        "Parts of a request are means of histograms that engines and the gateway export. They overlap. The load average "
-        "is the machine's when the load had ended, with everything that others ran on it.",
+        "Parts of a request are means of histograms that engines and the gateway export. They overlap. The load "
+        "average is of the machine when the load had ended, with everything that others ran on it.",
         f"Machine: {machine.cores} cores ({machine.processor}), {machine.memory_bytes / 1e9:.0f} GB, "
         f"{machine.accelerators} accelerators; load average {machine.load_before:.1f} before and "
         f"{machine.load_after:.1f} after. Only ratios of one run say something about the software.",
