@@ -37,8 +37,8 @@ EXAMPLE = examples(
     "kvferry bench transfer --measure growth --plot growth.svg",
 )
 SERVE_EXAMPLE = examples(
-    "kvferry bench serve --request-rate 1 --max-concurrency 1 --json result.json --html report.html",
-    "kvferry bench serve --stall --contender kvferry --contender nixl --rounds 3",
+    "kvferry bench serve --max-concurrency 1 --json run.json --html run.html",
+    "kvferry bench serve --stall --contender kvferry --contender nixl",
 )
 COMPARE_EXAMPLE = examples("kvferry bench compare before.json after.json")
 TOKENS = (1000, 6000)
