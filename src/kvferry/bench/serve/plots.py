@@ -25,9 +25,8 @@ def plots(result: Result) -> dict[str, str]:
         some = {name: under for name in measured(result) if (under := runs(result, name, load))}
         if some:
             drawn[f"Latencies, {load.label}"] = _latencies(some)
-    found = rows(result)
-    if found:
-        drawn["Where the time goes"] = _legs(found)
+            drawn[f"Parts of a request, {load.label}"] = _legs([row for row in rows(result) if row.load == load.label])
+    if found := rows(result):
         drawn["Processor seconds per request"] = _stacked({f"{row.contender}, {row.load}": row.cpu_s for row in found})
     if resting := idle(result):
         heights = {
@@ -69,7 +68,7 @@ def _latencies(some: dict[str, list[LoadRun]]) -> str:
             panel.set_yticks(range(1, len(some) + 1), some if panel is panels[0] else [""] * len(some))
             panel.invert_yaxis()
             panel.set_xlabel(f"{title}; box: quartiles, whiskers: 1% and 99%" if panel is panels[0] else title)
-            panel.set_xlim(left=0)
+            panel.set_xscale("log")
             panel.grid(axis="x", alpha=0.3)
     return _text(text)
 
@@ -77,14 +76,14 @@ def _latencies(some: dict[str, list[LoadRun]]) -> str:
 def _legs(found: Sequence[Row]) -> str:
     """Means of what each process measured; they overlap, so they stand beside each other."""
     names = [leg for leg in dict.fromkeys(leg for row in found for leg in row.legs) if leg.split(": ")[1] in SHOWN_LEGS]
-    with _figure(11, 1 + 0.28 * max(1, len(names)) * 0.5 * max(2, len(found) ** 0.5)) as ([panel], text):
+    with _figure(11, 1 + 0.12 * max(1, len(names)) * max(2, len(found))) as ([panel], text):
         width = 0.8 / len(found)
         for at, row in enumerate(found):
             panel.barh(
                 [place + at * width for place in range(len(names))],
                 [row.legs.get(leg, 0.0) for leg in names],
                 height=width,
-                label=f"{row.contender}, {row.load}",
+                label=row.contender,
             )
         panel.set_yticks([place + 0.4 - width / 2 for place in range(len(names))], names)
         panel.invert_yaxis()
