@@ -53,7 +53,7 @@ VARIABLES = {
     "KVFERRY_CPU_YIELD_SLEEP_US": "on CPU: microseconds that a waiting tensor parallel rank sleeps instead of spinning",
 }
 # Between processes of KVFerry; nothing to set.
-INTERNAL = {"KVFERRY_GATEWAY", "KVFERRY_GUARD_GRACE_S"}
+INTERNAL = {"KVFERRY_GATEWAY", "KVFERRY_GUARD_GRACE_S", "KVFERRY_PEER_NIXL_DELAY_US"}
 README = re.compile(r"^<!-- README: (.*) -->$", re.MULTILINE)
 PLAN = re.compile(r"^```plan\n(.*)\n```$", re.MULTILINE)
 Row = tuple[str, ...]

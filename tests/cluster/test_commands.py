@@ -4,7 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cluster.commands import CPU_PATIENCE, engine_command, engine_environment, router_command
+from kvferry.cluster.commands import (
+    CPU_PATIENCE,
+    engine_command,
+    engine_environment,
+    router_command,
+    spreading_command,
+)
 from kvferry.cluster.spec import InstanceSpec, Layout
 
 SPEC = InstanceSpec("prefill", Path("/models/m"), Layout(tp=2, pp=3, dp=2, partition=(1, 2, 1)), 8100, "kv_producer")
@@ -96,3 +102,23 @@ def test_the_router_gets_every_instance_and_explicit_policies() -> None:
     assert [command[i + 1] for i, flag in enumerate(command) if flag == "--decode"] == ["http://d:3"]
     assert _value(command, "--kv-connector") == "nixl"
     assert _value(command, "--prefill-policy") == _value(command, "--decode-policy") == "round_robin"
+
+
+def test_the_router_is_told_where_mooncakes_prefill_is_found() -> None:
+    command = router_command(["http://p:1"], ["http://d:3"], port=9, metrics_port=10, bootstrap=11)
+    assert _value(command, "--kv-connector") == "mooncake"
+    at = command.index("--prefill")
+    assert command[at + 1 : at + 3] == ["http://p:1", "11"]
+
+
+def test_the_router_asks_plain_instances_in_turn() -> None:
+    command = spreading_command(["http://a:1", "http://b:2"], port=9, metrics_port=10)
+    at = command.index("--worker-urls")
+    assert command[at + 1 : at + 3] == ["http://a:1", "http://b:2"]
+    assert _value(command, "--policy") == "round_robin"
+    assert _value(command, "--port") == "9"
+    assert "--vllm-pd-disaggregation" not in command
+
+
+def test_another_interpreter_starts_an_engine() -> None:
+    assert engine_command(SPEC, python="/elsewhere/python")[0] == "/elsewhere/python"

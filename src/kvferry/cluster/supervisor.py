@@ -161,7 +161,11 @@ class Supervisor:
 
     def memory_bytes(self) -> int:
         """The memory of all processes under this supervisor; pages they share are counted once."""
-        return sum(_shared_out(process) for m in list(self._managed.values()) for process in _tree(m.process.pid))
+        return sum(_shared_out(process) for tree in self.processes().values() for process in tree)
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """All processes that run under each name, guards included."""
+        return {name: _tree(managed.process.pid) for name, managed in list(self._managed.items())}
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

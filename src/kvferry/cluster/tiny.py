@@ -63,6 +63,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "qwen2": _grouped_query("qwen2", 8, 4),
     "qwen2-6heads": _grouped_query("qwen2", 6, 6),
     "qwen3": _grouped_query("qwen3", 8, 4, head_dim=32),
+    # 65,536 bytes of KV cache per token in bfloat16, and little to compute: for benchmarks, never for equality.
+    "qwen3-fat": _grouped_query(
+        *("qwen3", 16, 16),
+        head_dim=128,
+        num_hidden_layers=8,
+        hidden_size=256,
+        intermediate_size=512,
+        max_position_embeddings=16384,
+    ),
     "llama": _grouped_query("llama", 8, 2),
     # Full attention and sliding windows, in several KV cache groups of unequal length: what lies out of the window is
     # held by neither side. A small query_pre_attn_scalar does for normed queries what ATTENTION_GAIN does for others.

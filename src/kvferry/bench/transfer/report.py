@@ -1,30 +1,16 @@
 """From samples to figures: medians with the least and the greatest."""
 
-import os
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import msgspec
 
+from kvferry.bench.spread import Spread
 from kvferry.bench.transfer.acks import Acks
 from kvferry.bench.transfer.contact import FirstContact
 from kvferry.bench.transfer.growth import Point
 from kvferry.bench.transfer.pair import Sample
 from kvferry.bench.transfer.question import Question
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """The median of some measurements, and how far they reach."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
-        there = sorted(values)
-        return cls(statistics.median(there), there[0], there[-1])
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -70,7 +56,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What absolute figures depend on, and ratios of one run do not; the load is ``load``'s."""
+    """What absolute figures depend on, and ratios of one run do not; the load is ``bench.machine.load``'s."""
 
     cores: int
     load_before: float
@@ -90,15 +76,6 @@ class Measured(msgspec.Struct, frozen=True):
     contact: list[FirstContact] | None = None
     acks: list[Acks] | None = None
     growth: list[Point] | None = None
-
-
-def load() -> float:
-    """Processes that want to run, averaged over a minute."""
-    return os.getloadavg()[0]
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def report(question: Question, samples: Sequence[Sample]) -> Report:
