@@ -6,11 +6,16 @@ import zlib
 import pytest
 
 from kvferry.cluster.prompts import default_prompts
-from kvferry.cluster.verification import TIE_BOUNDS, Verifier, reference
+from kvferry.cluster.verification import Verifier, reference
 
 from .conftest import Fleet, Key
 
 pytestmark = [pytest.mark.engines, pytest.mark.heavy, pytest.mark.timeout(900)]
+
+TIE = 2.5
+"""In log probability. The first token after a load is computed by vLLM's kernel for one token, a plain engine's by the one
+for many, and on these tiny models, whose candidates lie tens apart, the two differ: one plain engine gave the same token
+in the same context -38.9 one way and -41.2 the other. What a wrong state gives is tens apart."""
 
 PAIRS = [
     ("lfm2", "tp=1", "pp=2", ""),
@@ -36,8 +41,7 @@ def test_a_state_goes_on_where_the_prefill_left_it(
     producer, consumer = fleet.instances(
         Key(kind, prefill, "kv_producer", variant=variant), Key(kind, decode, "kv_consumer", variant=variant)
     )
-    bound = TIE_BOUNDS[producer.spec.dtype]
-    outcomes = Verifier(fleet.dispatcher, producer.spec, consumer.spec, consumer.transfer_log, bound).run(
+    outcomes = Verifier(fleet.dispatcher, producer.spec, consumer.spec, consumer.transfer_log, TIE).run(
         prompts, expected
     )
     bad = [f"{o.name} ({o.tokens} tokens): {o.verdict.value} {o.detail}" for o in outcomes if not o.verdict.good]
