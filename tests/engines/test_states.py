@@ -13,9 +13,9 @@ from .conftest import Fleet, Key
 pytestmark = [pytest.mark.engines, pytest.mark.heavy, pytest.mark.timeout(900)]
 
 TIE = 2.5
-"""In log probability. The first token after a load is computed by vLLM's kernel for one token, a plain engine's by the one
-for many, and on these tiny models, whose candidates lie tens apart, the two differ: one plain engine gave the same token
-in the same context -38.9 one way and -41.2 the other. What a wrong state gives is tens apart."""
+"""In log probability. The first token after a load is computed by vLLM's kernel for one token, a plain engine's by
+the one for many, and on these tiny models, whose candidates lie tens apart, the two differ: one plain engine gave the
+same token in the same context -38.9 one way and -41.2 the other. What a wrong state gives is tens apart."""
 
 PAIRS = [
     ("lfm2", "tp=1", "pp=2", ""),
