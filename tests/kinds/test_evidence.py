@@ -11,7 +11,7 @@ def test_the_document_is_what_the_tests_say() -> None:
 
 
 def test_every_tiny_model_is_of_a_kind_that_is_checked_too() -> None:
-    assert set(RUN_AS) == set(RECIPES)
+    assert set(RUN_AS) == set(RECIPES) - {"qwen3-fat"}, "that one is for benchmarks"
     assert set(RUN_AS.values()) <= {kind.name for kind in KINDS}
 
 

@@ -180,8 +180,12 @@ class Listener:
         loop = self._thread.loop
         with self._server:
             while True:
+                await self._readable()
                 try:
-                    sock, address = await loop.sock_accept(self._server)
+                    # Not loop.sock_accept: cancelled at the wrong moment, it leaves open what it has accepted.
+                    sock, address = self._server.accept()
+                except BlockingIOError:
+                    continue
                 except OSError as error:
                     full = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
                     # Else that peer has left already; a dropped one's file is closed in the loop's next turn.
@@ -196,12 +200,23 @@ class Listener:
                 elif len(self._peers) >= self._max_connections and not self._make_room():
                     sock.close()
                 else:
+                    sock.setblocking(False)
                     peer = _Peer(self, loop.time() + self._patience)
                     try:
                         await loop.connect_accepted_socket(lambda peer=peer: peer, sock)  # type: ignore[misc]
                     except BaseException:
                         sock.close()  # the listener is being closed, and its loop may not get round to it
                         raise
+
+    async def _readable(self) -> None:
+        """Somebody wants to be let in."""
+        loop = self._thread.loop
+        somebody = asyncio.Event()
+        loop.add_reader(self._server, somebody.set)
+        try:
+            await somebody.wait()
+        finally:
+            loop.remove_reader(self._server)
 
     def _make_room(self) -> bool:
         """Drop the oldest stranger; False if all peers are known."""
