@@ -1,10 +1,12 @@
 """The producer's state machine: I2, I5, I6 and I8 of the design, by example and by random histories."""
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from kvferry.protocol import grants as module
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import (
@@ -322,6 +324,17 @@ def test_a_claim_that_waits_is_told_in_time_whether_its_request_is_known(grants,
     clock.now += WAIT_S
     grants.expire()
     assert later == [Waiting(known=False), Waiting(known=True)]
+
+
+def test_what_is_made_up_fills_no_memory(grants, later, monkeypatch):
+    large = msgspec.structs.replace(_ahead(), readers=["r" * 500] * 100)
+    assert grants.answer(large, later.append) == Waiting(known=False), "too large to be kept"
+    monkeypatch.setattr(module, "MAX_KEPT", 2)
+    claims = [_ahead(claim=f"{number:032x}") for number in range(3)]
+    assert [grants.answer(claim, later.append) for claim in claims] == [None, None, Waiting(known=False)]
+    for number in range(2 * module.MAX_GIVEN_UP_CLAIMS):
+        grants.answer(Release(INCARNATION, TRANSFER.name, TRANSFER.nonce, f"{number:032x}"))
+    assert sum(map(len, grants._given_up.values())) == module.MAX_GIVEN_UP_CLAIMS
 
 
 def test_an_ordinary_claim_never_waits(grants, later):

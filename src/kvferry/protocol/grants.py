@@ -41,8 +41,13 @@ MAX_CLAIMS = 1 << 14
 MAX_GIVEN_UP = 1 << 12
 """Releases of what is not known, which are remembered because a prefill may be on its way that nobody will load."""
 
-MAX_KEPT = 1 << 16
-"""Messages that wait for news; beyond it they are answered at once."""
+MAX_GIVEN_UP_CLAIMS = 64
+"""Remembered of one such name."""
+
+MAX_KEPT = 1 << 14
+MAX_KEPT_BYTES = 1 << 14
+"""Messages that wait for news, and the names of readers in one; what is beyond is answered at once. Together they bound
+what somebody can have kept who makes up claims; a thousand workers' names take 12 KiB."""
 
 GONE = Gone("not held: already released, expired, or never granted by this engine")
 ANOTHER_PROMPT = Gone("the KV cache held under this name was computed from another prompt")
@@ -221,6 +226,8 @@ class Grants:
         reply = self._reply(message)
         if later is None or not _says_nothing(message, reply) or len(self._until) >= MAX_KEPT:
             return reply
+        if isinstance(message, Claim) and sum(map(len, message.readers)) > MAX_KEPT_BYTES:
+            return reply
         assert isinstance(message, Claim | Follow)
         kept = _Kept(message, later, self._clock() + WAIT_S)
         earlier = self._kept.setdefault(message.request, {}).get(kept.asker)
@@ -319,7 +326,7 @@ class Grants:
             self._end_unless_awaited(grant)
         elif grant is None:
             claims = self._given_up.setdefault((message.request, message.nonce), set())
-            if len(claims) < MAX_CLAIMS:
+            if len(claims) < MAX_GIVEN_UP_CLAIMS:
                 claims.add(message.claim)
             if len(self._given_up) > MAX_GIVEN_UP:
                 self._given_up.popitem(last=False)
