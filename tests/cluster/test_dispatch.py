@@ -1,7 +1,9 @@
 """The two legs, as vllm-router sends them."""
 
 import json
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -114,3 +116,33 @@ def test_what_is_not_an_answer_is_a_dispatch_error(
 ) -> None:
     with _dispatcher(handler) as dispatcher, pytest.raises(DispatchError, match=said):
         dispatcher.complete(PREFILL, [1])
+
+
+class _OncePerConnection(BaseHTTPRequestHandler):
+    """Says it keeps connections and yet closes each on its second request, as a server that takes it for idle does."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        if getattr(self, "answered", False):
+            self.close_connection = True
+            return
+        self.answered = True
+        body = json.dumps(_reply()).encode()
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_no_request_is_lost_on_a_connection_that_the_instance_closes_as_idle() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OncePerConnection) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Dispatcher() as dispatcher:
+            for _ in range(3):
+                dispatcher.complete(f"http://127.0.0.1:{server.server_port}", [1])
+        server.shutdown()

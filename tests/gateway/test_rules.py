@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvferry.gateway.app import KEEP_ALIVE_S
 from kvferry.gateway.dispatch import RetryBudget
 
 from .stage import BODIES, DEADLINE_S, REQUEST_ID, body_of, run, stage
@@ -306,3 +307,9 @@ def test_another_strategy_can_take_the_place_of_prefill_first():
             assert not s.prefill[0].seen
 
     run(scenario())
+
+
+def test_a_connection_to_an_engine_is_not_kept_until_the_engine_closes_it():
+    from vllm import envs  # whose servers close it after so long
+
+    assert 2 * KEEP_ALIVE_S < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE

@@ -103,7 +103,10 @@ class Dispatcher:
         self, model: str = "model", deadline_s: float = DEADLINE_S, transport: httpx.BaseTransport | None = None
     ) -> None:
         self._model = model
-        self._client = httpx.Client(timeout=deadline_s, transport=transport, trust_env=False)
+        # Every request connects anew: vLLM's servers close a connection that was idle for 5 s, httpx keeps it for as
+        # long, and a request sent in that moment is lost.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(timeout=deadline_s, transport=transport, limits=limits, trust_env=False)
 
     def __enter__(self) -> Self:
         return self

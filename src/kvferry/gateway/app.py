@@ -37,7 +37,9 @@ from kvferry.gateway.settings import SETTINGS_VARIABLE, Role, Settings, read_key
 JSON = {"content-type": "application/json"}
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 PASSED_THROUGH = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/version"))
-KEEP_ALIVE_S = 60.0
+KEEP_ALIVE_S = 2.0
+"""An idle connection to an engine is closed by this side first: vLLM's servers close theirs after 5 s
+(``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``), and a leg sent in that moment would count as the engine's failure."""
 GARBAGE = 10_000
 """Objects made before the youngest are looked through for garbage; Python's own number is 700."""
 

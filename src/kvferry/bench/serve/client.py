@@ -18,6 +18,8 @@ MODEL = "model"
 PATH = "/v1/completions"
 LONGEST_LINE = 1 << 20
 ANSWER_S = 600.0
+KEEP_ALIVE_S = 2.0
+"""vLLM's servers close an idle connection after 5 s, and a request sent in that moment is lost."""
 ERROR_LENGTH = 200
 
 
@@ -48,7 +50,7 @@ class RefusedError(Exception):
 def session() -> aiohttp.ClientSession:
     """Without a bound on connections: how many requests are under way is for the load to say."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=ANSWER_S),
         read_bufsize=LONGEST_LINE,
         trust_env=False,
