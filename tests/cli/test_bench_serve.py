@@ -133,7 +133,9 @@ def test_a_run_is_shown_and_written(model: Path, tmp_path: Path) -> None:
     assert "1.00" in same.stdout
 
 
-def test_every_engine_has_the_same_flags_but_for_its_connector(model: Path, tmp_path: Path) -> None:
+def test_every_engine_has_the_same_flags_but_for_its_connector_and_its_contenders_own(
+    model: Path, tmp_path: Path
+) -> None:
     """What a stand-in was started with is in its file of the run's logs only if it says so, so it is asked."""
     from kvferry.bench.serve.contenders import KNOWN
     from kvferry.bench.serve.question import Question
@@ -152,7 +154,7 @@ def test_every_engine_has_the_same_flags_but_for_its_connector(model: Path, tmp_
                 if own in command:
                     at = command.index(own)
                     del command[at : at + 2]
-            flags.add(tuple(command))
+            flags.add(tuple(each for each in command if each not in contender.decode.arguments))
             cure = engine_environment(spec, {})
             variables.add((cure["KVFERRY_CPU_YIELD_SLEEP_US"], cure["OMP_NUM_THREADS"]))
     assert len(flags) == 1

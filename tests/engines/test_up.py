@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from kvferry.cluster.chat import ask
+from kvferry.cluster.doctor.pairs import Connected, Works
 from kvferry.cluster.tiny import tiny
 from kvferry.errors import DispatchError
 
@@ -154,6 +155,11 @@ def test_what_up_serves_equals_a_plain_engine_and_sigterm_leaves_nothing(fleet: 
         moved = httpx.get(f"{cluster.instances()['decode-0']['url']}/metrics", trust_env=False).text
         [count] = re.findall(r"^vllm:nixl_bytes_transferred_count\S* (\S+)", moved, re.MULTILINE)
         assert float(count) >= 7  # the probe, and every question
+        told = json.loads(cluster.command("doctor", "--cluster", "--json"))
+        [pair] = told["pairs"]
+        assert (pair["prefill"], pair["decode"]) == ("prefill-0", "decode-0")
+        assert (pair["works"], pair["connected"]) == (Works.YES, Connected.YES)
+        assert (told["problems"], told["warnings"]) == (0, 0)
         up.send_signal(signal.SIGTERM)
         assert up.wait(STOP_S) == 0
         assert cluster.processes() == []

@@ -72,13 +72,16 @@ def _show_idle(result: Result) -> None:
 
 def _show_stalls(result: Result) -> None:
     if found := stall_rows(result):
-        table = _table("a running request", "contender", "quiet p99", "busy p99", "ratio", "one prompt", "prompts")
+        table = _table(
+            "a running request", "contender", "quiet p99", "busy p99", "ratio", "between", "one prompt", "prompts"
+        )
         for row in found:
             colour = "green" if row.ratio.median <= STALL_GOAL else "yellow"
             table.add_row(
                 row.contender,
                 *(spread(each) for each in (row.quiet_ms, row.busy_ms)),
                 f"[{colour}]{spread(row.ratio)}[/]",
+                "" if row.between_ms is None else spread(row.between_ms),
                 spread(row.pull_ms),
                 f"{row.pulls}" + (f", {row.failed} failed" if row.failed else ""),
             )

@@ -72,4 +72,4 @@ def result(*turns: Turn, **changed: Any) -> Result:
 
 
 def watched(quiet_s: float, busy_s: float) -> Watched:
-    return Watched((quiet_s,) * 10, (busy_s,) * 10, (0.5, 0.7), 0)
+    return Watched((quiet_s,) * 10, (busy_s,) * 10, (0.5, 0.7), 0, (quiet_s,) * 8)

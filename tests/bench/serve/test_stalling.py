@@ -16,8 +16,11 @@ STALL_S = 0.08
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _engine(stalling: bool, broken: bool = False) -> Handler:
-    """Gives a token every few milliseconds, and if `stalling` none while a prompt is taken in."""
+def _engine(stalling: bool, broken: bool = False, late_s: float = 0.0) -> Handler:
+    """Gives a token every few milliseconds, and if `stalling` none while a prompt is taken in.
+
+    The prompt's own token comes `late_s` after that.
+    """
     free = asyncio.Event()
     free.set()
 
@@ -32,6 +35,7 @@ def _engine(stalling: bool, broken: bool = False) -> Handler:
                 free.clear()
             await asyncio.sleep(STALL_S)
             free.set()
+            await asyncio.sleep(late_s)
             await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
             return response
         while True:
@@ -42,12 +46,12 @@ def _engine(stalling: bool, broken: bool = False) -> Handler:
     return handle
 
 
-def _watch(stalling: bool, broken: bool = False) -> list[Watched]:
+def _watch(stalling: bool, broken: bool = False, late_s: float = 0.0) -> list[Watched]:
     found: list[Watched] = []
 
     async def run() -> None:
         app = web.Application()
-        app.router.add_post("/v1/completions", _engine(stalling, broken))
+        app.router.add_post("/v1/completions", _engine(stalling, broken, late_s))
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -69,6 +73,14 @@ def test_an_engine_that_stands_still_is_seen_to() -> None:
         assert len(watched.quiet_itl_s) > 5
         assert 1 <= len(watched.pulls_s) <= 4
         assert watched.failed == 0
+
+
+def test_the_step_that_gives_a_prompts_token_is_told_from_those_before() -> None:
+    for watched in _watch(stalling=True):
+        assert max(watched.between_itl_s) < STALL_S
+        assert len(watched.busy_itl_s) - len(watched.between_itl_s) == len(watched.pulls_s)
+    for watched in _watch(stalling=True, late_s=4 * PACE_S):  # stood still for something else than that token
+        assert max(watched.between_itl_s) >= STALL_S
 
 
 def test_prompts_are_sent_one_after_the_other() -> None:

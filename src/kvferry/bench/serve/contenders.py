@@ -143,6 +143,9 @@ def _known() -> dict[str, Contender]:
             example[1], example[0], Front.CLIENT, note="files; whole blocks move, and the rest is computed again"
         ),
         "plain": Contender(front=Front.DIRECT, note="one engine"),
+        "plain-cached": Contender(
+            Side(arguments=("--enable-prefix-caching",)), front=Front.DIRECT, note="one engine that keeps prefixes"
+        ),
         "plain-dp": Contender(front=Front.ROUND_ROBIN, note="two engines that each do everything"),
     }
 

@@ -46,12 +46,17 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class StallRow(msgspec.Struct, frozen=True):
-    """A contender's running request: p99 in milliseconds, medians over the times it was watched."""
+    """A contender's running request: p99 in milliseconds, medians over the times it was watched.
+
+    Attributes:
+        between_ms: while prompts came, but for the steps that computed a long prompt's token; None in old files.
+    """
 
     contender: str
     watched: int
     quiet_ms: Spread
     busy_ms: Spread
+    between_ms: Spread | None
     ratio: Spread
     pull_ms: Spread
     pulls: int
@@ -176,6 +181,7 @@ def _stall_row(contender: str, watched: Sequence[Watched], ratios: Sequence[floa
         watched=len(watched),
         quiet_ms=p99(lambda one: one.quiet_itl_s),
         busy_ms=p99(lambda one: one.busy_itl_s),
+        between_ms=p99(lambda one: one.between_itl_s) if all(one.between_itl_s for one in watched) else None,
         ratio=Spread.of(ratios),
         pull_ms=Spread.of(seconds * 1e3 for seconds in pulls),
         pulls=len(pulls),

@@ -77,12 +77,16 @@ def _results(result: Result, metrics: Sequence[str]) -> Iterator[str]:
     if stalled := stall_rows(result):
         yield "<h2>A running request while long prompts arrive</h2>"
         yield _table(
-            ("contender", "watched", "quiet p99 ms", "p99 ms meanwhile", "ratio", "prompts", "failed", "one prompt ms"),
+            (
+                *("contender", "watched", "quiet p99 ms", "p99 ms meanwhile", "ratio", "p99 ms between"),
+                *("prompts", "failed", "one prompt ms"),
+            ),
             (
                 (
                     row.contender,
                     row.watched,
                     *(spread(each) for each in (row.quiet_ms, row.busy_ms, row.ratio)),
+                    "" if row.between_ms is None else spread(row.between_ms),
                     row.pulls,
                     row.failed,
                     spread(row.pull_ms),
@@ -129,7 +133,9 @@ def _method(result: Result) -> Iterator[str]:
         lines.append(
             f"Running request: watched {stall.turns} times, {stall.seconds:g} s in quiet, then {stall.seconds:g} s "
             f"while a prompt of {stall.input_len} tokens is sent again as soon as it was answered with one token. "
-            "The prefill engine has it in its prefix cache, so it costs it nothing; other engines keep no prefixes."
+            "The prefill engine has it in its prefix cache, so it costs it nothing; other engines keep no "
+            "prefixes. Only plain-cached does, and shows what such a prompt costs that need be neither moved nor "
+            "computed: the step that gives its token looks at its whole KV cache. Between is without those steps."
         )
     yield "<h2>Method</h2>" + "".join(f"<p>{escape(line)}</p>" for line in lines)
     yield _table(("contender", "in front", "note"), ((one.name, one.front, one.note) for one in result.contenders))

@@ -144,6 +144,8 @@ class Watched(msgspec.Struct, frozen=True):
     """The running request's latencies between tokens, while it was quiet and while prompts came; see ``Stall``.
 
     Attributes:
+        between_itl_s: of ``busy_itl_s``, without those of the steps that computed a long prompt's own token. Whoever
+            moved the prompt, that step looks at its whole KV cache.
         pulls_s: from sending each long prompt to its only token.
         failed: long prompts that were not answered.
     """
@@ -152,6 +154,7 @@ class Watched(msgspec.Struct, frozen=True):
     busy_itl_s: tuple[float, ...]
     pulls_s: tuple[float, ...]
     failed: int
+    between_itl_s: tuple[float, ...] = ()
 
 
 class Outcome(StrEnum):

@@ -106,12 +106,11 @@ class Stage:
 
     def _spec(self, name: str, layout: Layout, side: Side, devices: dict[str, str]) -> InstanceSpec:
         asked = self._question
-        extra = list(side.arguments)
+        # So that the same prompt is fetched, or computed, as often as it is sent.
+        extra = ["--no-enable-prefix-caching"] if asked.stall is not None and name != "prefill" else []
+        extra += side.arguments
         if side.kv_transfer_config:
             extra += ["--kv-transfer-config", msgspec.json.encode(side.kv_transfer_config).decode()]
-        if asked.stall is not None and name != "prefill":
-            # So that the same prompt is fetched, or computed, as often as it is sent.
-            extra += ["--no-enable-prefix-caching"]
         return InstanceSpec(
             name,
             asked.model,

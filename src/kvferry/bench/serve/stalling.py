@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from itertools import pairwise
 
 import aiohttp
@@ -60,11 +60,14 @@ async def _turn(
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await watching
+    good = {began + answer.ttft_s: answer for began, answer in answers if not answer.error}
+    shared = {_nearest(times, moment) for moment in good}
     return Watched(
         quiet_itl_s=_between(times, quiet_from, busy_from),
         busy_itl_s=_between(times, busy_from, until),
-        pulls_s=tuple(answer.ttft_s for answer in answers if not answer.error),
-        failed=sum(bool(answer.error) for answer in answers),
+        pulls_s=tuple(answer.ttft_s for answer in good.values()),
+        failed=len(answers) - len(good),
+        between_itl_s=_between(times, busy_from, until, shared),
     )
 
 
@@ -81,15 +84,22 @@ async def _first(watching: asyncio.Task[None], going: asyncio.Event) -> None:
 
 async def _pull(
     using: aiohttp.ClientSession, target: Target, prompt: Sequence[int], more: Callable[[], bool]
-) -> list[Answer]:
-    answers: list[Answer] = []
+) -> list[tuple[float, Answer]]:
+    """Each answer with the time at which it was asked for."""
+    answers: list[tuple[float, Answer]] = []
     while more():
-        answers.append(await ask(using, target, prompt, 1, time.perf_counter()))
-        if answers[-1].error:
+        began = time.perf_counter()
+        answers.append((began, await ask(using, target, prompt, 1, began)))
+        if answers[-1][1].error:
             await asyncio.sleep(0.1)
     return answers
 
 
-def _between(times: Sequence[float], begin: float, end: float) -> tuple[float, ...]:
-    """Latencies of the tokens that came in a time."""
-    return tuple(late - early for early, late in pairwise(times) if begin < late <= end)
+def _nearest(times: Sequence[float], moment: float) -> float:
+    """The running request's token of the same step: an engine hands out all tokens of a step at once."""
+    return min(times, key=lambda each: abs(each - moment))
+
+
+def _between(times: Sequence[float], begin: float, end: float, but: Container[float] = ()) -> tuple[float, ...]:
+    """Latencies of the tokens that came in a time, `but` for some."""
+    return tuple(late - early for early, late in pairwise(times) if begin < late <= end and late not in but)
