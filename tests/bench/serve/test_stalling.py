@@ -16,13 +16,18 @@ STALL_S = 0.08
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _engine(stalling: bool, broken: bool = False, late_s: float = 0.0) -> Handler:
+def _engine(stalling: bool, broken: bool = False, late: bool = False) -> Handler:
     """Gives a token every few milliseconds, and if `stalling` none while a prompt is taken in.
 
-    The prompt's own token comes `late_s` after that.
+    Before that the running request gets two tokens, and if the prompt's own is `late` two more before that.
     """
-    free = asyncio.Event()
+    free, given = asyncio.Event(), asyncio.Event()
     free.set()
+
+    async def two_tokens() -> None:
+        for _ in range(2):
+            given.clear()
+            await given.wait()
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -31,27 +36,30 @@ def _engine(stalling: bool, broken: bool = False, late_s: float = 0.0) -> Handle
         response = web.StreamResponse()
         await response.prepare(request)
         if body["prompt"] == PULLED:
+            await two_tokens()
             if stalling:
                 free.clear()
             await asyncio.sleep(STALL_S)
             free.set()
-            await asyncio.sleep(late_s)
+            if late:
+                await two_tokens()
             await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
             return response
         while True:
             await asyncio.sleep(PACE_S)
             await free.wait()
             await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            given.set()
 
     return handle
 
 
-def _watch(stalling: bool, broken: bool = False, late_s: float = 0.0) -> list[Watched]:
+def _watch(stalling: bool, broken: bool = False, late: bool = False) -> list[Watched]:
     found: list[Watched] = []
 
     async def run() -> None:
         app = web.Application()
-        app.router.add_post("/v1/completions", _engine(stalling, broken, late_s))
+        app.router.add_post("/v1/completions", _engine(stalling, broken, late))
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -79,7 +87,7 @@ def test_the_step_that_gives_a_prompts_token_is_told_from_those_before() -> None
     for watched in _watch(stalling=True):
         assert max(watched.between_itl_s) < STALL_S
         assert len(watched.busy_itl_s) - len(watched.between_itl_s) == len(watched.pulls_s)
-    for watched in _watch(stalling=True, late_s=4 * PACE_S):  # stood still for something else than that token
+    for watched in _watch(stalling=True, late=True):  # stood still for something else than that token
         assert max(watched.between_itl_s) >= STALL_S
 
 
