@@ -86,7 +86,8 @@ def test_an_engine_that_stands_still_is_seen_to() -> None:
 def test_the_step_that_gives_a_prompts_token_is_told_from_those_before() -> None:
     for watched in _watch(stalling=True):
         assert max(watched.between_itl_s) < STALL_S
-        assert len(watched.busy_itl_s) - len(watched.between_itl_s) == len(watched.pulls_s)
+        left_out = len(watched.busy_itl_s) - len(watched.between_itl_s)
+        assert len(watched.pulls_s) - 1 <= left_out <= len(watched.pulls_s)  # the last may come after the watching
     for watched in _watch(stalling=True, late=True):  # stood still for something else than that token
         assert max(watched.between_itl_s) >= STALL_S
 
