@@ -52,13 +52,13 @@ def test_a_model_id_stands_for_name_and_weights(model):
     assert named != fingerprint(_make_config(model), "other")
 
 
-def _make_engine(buffer="cpu", encoder=False, scales=False, **parallel):
+def _make_engine(buffer="cpu", encoder=False, scales=False, sleep=False, **parallel):
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **parallel}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         kv_transfer_config=SimpleNamespace(kv_buffer_device=buffer),
         cache_config=SimpleNamespace(calculate_kv_scales=scales),
-        model_config=SimpleNamespace(is_encoder_decoder=encoder),
+        model_config=SimpleNamespace(is_encoder_decoder=encoder, enable_sleep_mode=sleep),
     )
 
 
@@ -73,13 +73,6 @@ def _groups(**group):
 
 def test_the_installed_vllm_is_supported():
     require_supported(_make_engine(), _groups(host_resident=False, enable_kv_transfer=True))
-
-
-@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0"])
-def test_a_vllm_outside_the_window_is_refused_with_the_window(monkeypatch, version):
-    monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(UnsupportedError, match=rf"vLLM 0\.30 to 0\.33, this is {version}"):
-        require_supported(_make_engine())
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
@@ -100,6 +93,11 @@ def test_scales_that_each_engine_calculates_are_refused():
         require_supported(_make_engine(scales=True))
 
 
+def test_sleep_mode_is_refused():
+    with pytest.raises(UnsupportedError, match="--enable-sleep-mode"):
+        require_supported(_make_engine(sleep=True))
+
+
 def test_cross_attention_is_refused():
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         require_supported(_make_engine(encoder=True))
@@ -111,11 +109,12 @@ def test_replicas_of_a_cache_in_host_memory_are_refused(group):
         require_supported(_make_engine(), _groups(**group))
 
 
-def test_every_reason_is_given_at_once(monkeypatch):
-    monkeypatch.setattr(vllm, "__version__", "0.29.1")
-    engine = _make_engine(scales=True, encoder=True, decode_context_parallel_size=2, prefill_context_parallel_size=2)
+def test_every_reason_is_given_at_once():
+    sizes = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2}
     with pytest.raises(UnsupportedError) as refused:
-        require_supported(engine, _groups(host_resident=True))
+        require_supported(
+            _make_engine("disk", scales=True, encoder=True, sleep=True, **sizes), _groups(host_resident=True)
+        )
     assert str(refused.value).count(";") >= 6
-    for word in ("0.29.1", "decode_context", "prefill_context", "calculate-kv-scales", "encoder", "HiSparse"):
+    for word in ("decode_context", "prefill_context", "disk", "calculate-kv-scales", "sleep", "encoder", "HiSparse"):
         assert word in str(refused.value)

@@ -1,4 +1,4 @@
-"""Which vLLM this runs with, and what about an engine must agree with its peer."""
+"""Which engines are served, and what about an engine must agree with its peer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import vllm.platforms
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import Fingerprint
 from kvferry.protocol.messages import PROTOCOL_VERSION
-from kvferry.vllm.versions import NEWEST, OLDEST
+from kvferry.vllm.versions import minor_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,25 +24,15 @@ _VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
-def minor_version() -> tuple[int, int]:
-    major, minor = vllm.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
     """Refuse what would not work, before anything is allocated.
 
     Raises:
         UnsupportedError: with every reason.
     """
-    reasons = [*_version(), *_parallelism(config), *_caches(config, kv_cache_config)]
+    reasons = [*_parallelism(config), *_caches(config, kv_cache_config)]
     if reasons:
         raise UnsupportedError("KVFerry cannot serve this engine: " + "; ".join(reasons))
-
-
-def _version() -> Iterator[str]:
-    if not OLDEST <= minor_version() <= NEWEST:
-        yield f"it works with vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, this is {vllm.__version__}"
 
 
 def _parallelism(config: VllmConfig) -> Iterator[str]:
@@ -64,6 +54,9 @@ def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterat
             "scales of a quantised cache that each engine calculates for itself differ between engines; remove "
             "--calculate-kv-scales"
         )
+    if config.model_config.enable_sleep_mode:
+        # From 0.33 on vLLM asks the connector and refuses by itself.
+        yield "sleep mode moves the cache in memory, which peers are not told of; remove --enable-sleep-mode"
     if config.model_config.is_encoder_decoder:
         yield "it does not support encoder-decoder models, whose cross attention is cached by the encoder's tokens"
     for number, group in enumerate(kv_cache_config.kv_cache_groups if kv_cache_config else ()):
@@ -77,7 +70,7 @@ def fingerprint(config: VllmConfig, model_id: str | None) -> Fingerprint:
     for part in _model_parts(config.model_config, model_id):
         digest.update(len(part).to_bytes(8, "little") + part)
     name = model_id or Path(config.model_config.model).name
-    software = ".".join(map(str, minor_version()))
+    software = ".".join(map(str, minor_version(vllm.__version__)))
     return Fingerprint(f"{name}#{digest.hexdigest()}", PROTOCOL_VERSION, software)
 
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import vllm
+
+from kvferry.vllm.versions import require_version
+
+require_version(vllm.__version__)  # before anything is imported that another vLLM may not have
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,7 +34,7 @@ except ImportError:  # vLLM before the release that tells cache tiers apart
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -152,8 +158,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
         half.shutdown()
 
-    @property
-    def supports_sleep_mode(self) -> bool:
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Not until caches that move in memory are registered anew with every peer."""
         return False
 

