@@ -9,11 +9,12 @@ PREFILL ?= pp=2
 DECODE ?= dp=2
 PROMPT ?= What is the capital of France?
 SEEDS ?= 10000
+VLLM ?= 0.31.0
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.complete
 
-.PHONY: help venv demo up verify test test-all docs simulate check format clean
+.PHONY: help venv demo up verify test test-all overlay docs simulate check format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /  make \1\t/' | expand -t 20
@@ -56,11 +57,14 @@ check: venv  ## Lint, format and types
 test: check  ## The everyday tests, real engines included (about half an hour on 2 cores)
 	@$(PY) -m pytest -m 'not heavy'
 
-test-all: check  ## Every test, the whole square of layouts included (hours on 2 cores)
+test-all: check  ## Every test, the whole square of layouts and every vLLM of the window included (hours on 2 cores)
 	@$(PY) -m pytest
 
 docs: venv  ## The documentation as a site in site/; broken links are errors
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet && echo "site/index.html"
+
+overlay: venv  ## Another vLLM (VLLM=) beside the environment's; prints the directory to put into PYTHONPATH
+	@$(PY) -m tests.versions.overlays '$(VLLM)'
 
 simulate: venv  ## The protocol under SEEDS= random mixes of delay, loss, partition, restart, abort and expiry
 	@$(PY) -m tests.simulation --seeds $(SEEDS) --jobs $$(nproc)

@@ -4,12 +4,14 @@ import itertools
 import json
 import zlib
 
+import httpx
 import pytest
+from tests.versions.overlays import installed
 
 from kvferry.cluster.prompts import default_prompts
 from kvferry.cluster.verification import TIE_BOUNDS, Outcome, Verifier, reference
 
-from .conftest import Fleet, Instance
+from .conftest import Fleet, Instance, Key
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -60,6 +62,12 @@ def test_the_tokens_are_those_of_a_plain_engine(fleet: Fleet, kind: str, prefill
     outcomes = list(verifier.run(prompts, expected))
     _assert_good(outcomes)
     _assert_all_ranks_took_part(outcomes, producer, consumer)
+
+
+def test_an_engine_is_of_the_vllm_that_is_installed(fleet: Fleet) -> None:
+    """Not of another one that its processes find first."""
+    [instance] = fleet.instances(Key("qwen2", "pp=2", "kv_both"))
+    assert httpx.get(f"{instance.url}/version").json() == {"version": installed()}
 
 
 def _vocabulary(instance: Instance) -> int:

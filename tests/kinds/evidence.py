@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.engines import test_pairs, test_states
+from tests.versions.overlays import RELEASES, installed
+from tests.versions.test_overlays import PAIR
+
+from kvferry.vllm.versions import minor_version
 
 from .kinds import KINDS
 from .test_kinds import EVERYDAY, pairs
@@ -94,6 +98,12 @@ REFUSED = [
         "test_scales_that_each_engine_calculates_are_refused",
     ),
     (
+        "Sleep mode",
+        "start",
+        "it moves the cache in memory, which peers are not told of",
+        "test_sleep_mode_is_refused",
+    ),
+    (
         "Encoder-decoder models",
         "start",
         "cross attention is cached by the encoder's tokens",
@@ -171,6 +181,14 @@ when a pair first meets; then the prompt is computed by the decode instance, or 
   them is not.
 """
 
+VERSIONS = """\
+## Versions of vLLM
+
+The connector's classes are held to the signatures of vLLM's own, which are recorded from the sources of each version.
+Beside the version that the environment has, each other one is installed into a directory of its own and run with the
+same torch and everything else (`make test-all`).
+"""
+
 
 def document() -> str:
     return "\n".join(
@@ -181,6 +199,9 @@ def document() -> str:
             "## Beside the kinds",
             "",
             *_table(("what", "what happens", "held by"), [(what, how, _named(tests)) for what, how, tests in OTHER]),
+            "",
+            VERSIONS,
+            *_table(("vLLM", "connector interface", "halves and caches, in CPU memory", "engines"), [*_versions()]),
             "",
             "## Refused",
             "",
@@ -210,6 +231,15 @@ def _geometry() -> Iterator[tuple[str, str, str]]:
         pp = ", ".join(str(size) for size in sorted({side[1] for pair in made for side in pair}))
         layouts = f"TP {tp}; PP {pp}: {len(made)} pairs, {EVERYDAY} of them every day"
         yield kind.name, layouts, "geometry checked, engine not run"
+
+
+def _versions() -> Iterator[tuple[str, str, str, str]]:
+    kind, prefill, decode = PAIR
+    for release in RELEASES:
+        engines = f"not run: {release.no_engines}" if release.no_engines else f"{kind}, `{prefill} → {decode}`"
+        if minor_version(release.version) == minor_version(installed()):
+            engines = "all of this page"
+        yield release.version, "checked", "run", engines
 
 
 def _named(tests: list[str]) -> str:

@@ -24,6 +24,10 @@ HND, NHD = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 PACKED = (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC, KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
 
 
+REPLICATED = {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__dataclass_fields__ else {}
+"""What a spec of a cache that every rank has says of that, from vLLM 0.31 on."""
+
+
 def full(heads: int = HEADS, **more: Any) -> MakeSpec:
     shape = {"head_size": 16, "dtype": torch.bfloat16, **more}
     return lambda tp, size: FullAttentionSpec(block_size=size, num_kv_heads=max(1, heads // tp), **shape)
@@ -38,7 +42,7 @@ def sliding(window: int, heads: int = HEADS) -> MakeSpec:
 
 
 def latent(**more: Any) -> MakeSpec:
-    shape = {"num_kv_heads": 1, "head_size": 96, "dtype": torch.bfloat16, "max_tp_shards": 1, **more}
+    shape = {"num_kv_heads": 1, "head_size": 96, "dtype": torch.bfloat16, **REPLICATED, **more}
     return lambda tp, size: MLAAttentionSpec(block_size=size, **shape)
 
 

@@ -45,9 +45,7 @@ def _attention(heads=4):
 
 
 def _latent():
-    return MLAAttentionSpec(
-        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16, max_tp_shards=1
-    )
+    return MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
 
 
 def _make_caches(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
