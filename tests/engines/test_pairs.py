@@ -6,8 +6,8 @@ import zlib
 
 import httpx
 import pytest
-from tests.versions.overlays import installed
 
+from kvferry.cluster.doctor.software import VLLM, installed
 from kvferry.cluster.prompts import default_prompts
 from kvferry.cluster.verification import TIE_BOUNDS, Outcome, Verifier, reference
 
@@ -67,7 +67,9 @@ def test_the_tokens_are_those_of_a_plain_engine(fleet: Fleet, kind: str, prefill
 def test_an_engine_is_of_the_vllm_that_is_installed(fleet: Fleet) -> None:
     """Not of another one that its processes find first."""
     [instance] = fleet.instances(Key("qwen2", "pp=2", "kv_both"))
-    assert httpx.get(f"{instance.url}/version").json() == {"version": installed()}
+    found = installed(VLLM)
+    assert found is not None
+    assert httpx.get(f"{instance.url}/version").json() == {"version": found[1]}
 
 
 def _vocabulary(instance: Instance) -> int:

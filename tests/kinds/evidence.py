@@ -234,9 +234,9 @@ def _geometry() -> Iterator[tuple[str, str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str, str, str]]:
-    kind, prefill, decode = PAIR
+    run = "{} `{} → {}`".format(*PAIR)
     for release in RELEASES:
-        engines = f"not run: {release.no_engines}" if release.no_engines else f"{kind}, `{prefill} → {decode}`"
+        engines = f"not run: {release.no_engines}" if release.no_engines else run
         if minor_version(release.version) == minor_version(installed()):
             engines = "all of this page"
         yield release.version, "checked", "run", engines

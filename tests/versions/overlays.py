@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from kvferry.cluster.cache import cached
+from kvferry.cluster.doctor import software
 
 INSTALL_S = 900.0
 
@@ -39,7 +40,7 @@ RELEASES = (
     Release("0.30.0"),
     Release("0.31.0"),
     Release("0.32.0"),
-    Release("0.33.0", "vllm", "there is no CPU build of it, and the CUDA build's binaries want torch 2.14"),
+    Release("0.33.0", "vllm", "there is no CPU build of it, and the CUDA build has no kernels for a CPU"),
 )
 """One of each minor version of the window."""
 BEFORE = Release("0.29.0")
@@ -47,8 +48,9 @@ BEFORE = Release("0.29.0")
 
 
 def installed() -> str:
-    """The version of the vLLM that would be imported here; nothing is."""
-    return importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
+    """The version of the vLLM that would be imported here; nothing is. Empty without any."""
+    found = software.installed(software.VLLM)
+    return found[1] if found else ""
 
 
 def overlay(release: Release) -> Path:

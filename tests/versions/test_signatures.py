@@ -11,7 +11,7 @@ import pytest
 import kvferry.vllm
 from kvferry.vllm.versions import NEWEST, OLDEST, minor_version
 
-from .overlays import installed
+from .overlays import RELEASES, installed
 from .signatures import RECORDS, Class, interface, of_self, read, record, signatures
 
 THEIRS: dict[str, dict[str, Class]] = {file.stem: json.loads(file.read_text()) for file in RECORDS.glob("*.json")}
@@ -51,9 +51,10 @@ def _installed_tree() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def test_there_is_a_record_of_every_version_of_the_window() -> None:
+def test_there_is_a_record_and_a_release_of_every_version_of_the_window() -> None:
     (major, first), (_, last) = OLDEST, NEWEST
     assert set(THEIRS) == {f"{major}.{minor}" for minor in range(first, last + 1)}
+    assert [minor_version(release.version) for release in RELEASES] == sorted(map(minor_version, THEIRS))
 
 
 def test_the_record_of_the_installed_vllm_is_true() -> None:
