@@ -154,7 +154,11 @@ class Generate:
         body = bodies.parse(raw)
         exchange.jobs = self._jobs(gateway, exchange, body)
         # A status is sent when every prompt has its first token, so no prompt can belie it later.
-        opened = await together([gateway.dispatcher.open(job) for job in exchange.jobs])
+        try:
+            async with asyncio.timeout(gateway.settings.deadline):
+                opened = await together([gateway.dispatcher.open(job) for job in exchange.jobs])
+        except TimeoutError:
+            raise ApiError(504, f"there was no answer within {gateway.settings.deadline:g} s") from None
         choices = max(1, bodies.integer(body.get("n")) or 1)
         merge = Merge(self.endpoint, exchange.request_id, choices, [one.cached for one in opened])
         whole = [one.whole for one in opened if one.whole is not None]
@@ -171,9 +175,8 @@ class Generate:
         prompts = [] if plain else bodies.prompts(self.endpoint, body)
         parts = [(part_id(exchange.request_id, part), {"prompt": prompt}) for part, prompt in enumerate(prompts)]
         headers = gateway.engine_headers(exchange)
-        deadline = asyncio.get_running_loop().time() + gateway.settings.deadline
         return [
-            Job(self.endpoint, body | part, headers | {"X-Request-Id": name}, deadline, exchange.resources, plain)
+            Job(self.endpoint, body | part, headers | {"X-Request-Id": name}, exchange.resources, plain)
             for name, part in parts or [(exchange.request_id, {})]
         ]
 

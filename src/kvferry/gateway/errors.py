@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from kvferry.errors import GatewayError
+from kvferry.gateway.settings import Role
 
 _TYPES = {
     400: "BadRequestError",
@@ -31,6 +32,7 @@ class ApiError(GatewayError):
         status: what the client gets.
         message: what was wrong; never a key, a prompt or an address of an instance.
         retry: another instance might answer better.
+        leg: the one that failed, where one did.
         body: an instance's own error body, passed on as it is.
         headers: to send with it.
     """
@@ -38,6 +40,7 @@ class ApiError(GatewayError):
     status: int
     message: str
     retry: bool = False
+    leg: Role = Role.DECODE
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,7 +52,7 @@ class ApiError(GatewayError):
         """What an instance answered, for the client; ``headers`` are found in any case of letters."""
         names = (*PASSED_ON, "content-type") if body else PASSED_ON
         kept = {name: headers[name] for name in names if name in headers}
-        return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body, kept)
+        return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body=body, headers=kept)
 
     @property
     def elsewhere(self) -> bool:

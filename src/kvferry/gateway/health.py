@@ -260,13 +260,13 @@ class Fleet:
         """Give it nothing more; requests under way go on."""
         self.instances.pop(url).draining = True
 
-    def usable(self, role: Role) -> list[Rank]:
-        """Prefill ranks without a decode rank that could read from them are not among them."""
-        decodes = [instance for instance in self.instances.values() if instance.spec.role is Role.DECODE]
+    def usable(self, role: Role, partner: Instance | None = None) -> list[Rank]:
+        """Ranks of instances that suit ``partner``; without one, any decode instance, as each of those does itself."""
+        partners = [partner] if partner else [one for one in self.instances.values() if one.spec.role is Role.DECODE]
         return [
             rank
-            for instance in (decodes if role is Role.DECODE else self.instances.values())
-            if instance.spec.role is role and (role is Role.DECODE or any(one.suits(instance) for one in decodes))
+            for instance in self.instances.values()
+            if instance.spec.role is role and any(instance.suits(one) for one in partners)
             for rank in instance.ranks
             if rank.usable
         ]
