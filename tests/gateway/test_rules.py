@@ -212,6 +212,20 @@ def test_attempts_are_bounded():
     run(scenario())
 
 
+def test_a_request_that_fails_everywhere_meets_two_of_each():
+    """The retry of one leg does not begin the count of the other anew."""
+
+    async def scenario():
+        async with stage(prefill=3, decode=3, attempts=2) as s:
+            for engine in (*s.prefill, *s.decode):
+                engine.faults.extend(["500"] * 9)
+            assert (await s.post(TEXT, body_of())).status == 500
+            for side in (s.prefill, s.decode):
+                assert sum(len(engine.seen) for engine in side) == 2
+
+    run(scenario())
+
+
 def test_retries_have_a_budget():
     budget = RetryBudget(ratio=0.2, burst=2)
     assert [budget.spend() for _ in range(3)] == [True, True, False]

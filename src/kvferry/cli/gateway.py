@@ -14,7 +14,7 @@ import typer
 
 from kvferry.cli.console import BAD_INPUT, err, examples, out, reported_errors
 from kvferry.cluster.ports import require_free
-from kvferry.errors import GatewayError
+from kvferry.errors import GatewayError, SettingsError
 from kvferry.gateway.settings import (
     MULTIPROCESS_VARIABLE,
     SETTINGS_VARIABLE,
@@ -86,7 +86,7 @@ def gateway(
 def _bad_input() -> Iterator[None]:
     try:
         yield
-    except GatewayError as error:
+    except (GatewayError, SettingsError) as error:
         err.print(f"kvferry: {error}", markup=False)
         raise typer.Exit(BAD_INPUT) from error
 

@@ -1,10 +1,6 @@
-"""What /admin shows and changes, and the file through which the worker processes of one gateway share the changes."""
+"""What /admin shows and changes."""
 
 from __future__ import annotations
-
-import logging
-import os
-from pathlib import Path
 
 import msgspec
 
@@ -12,8 +8,6 @@ from kvferry.errors import GatewayError
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.health import Fleet
 from kvferry.gateway.settings import InstanceSpec
-
-logger = logging.getLogger(__name__)
 
 ACTIONS = ("add", "remove", "drain", "resume")
 
@@ -31,7 +25,7 @@ def change(fleet: Fleet, action: str, body: bytes) -> None:
     try:
         if action == "add":
             asked = msgspec.json.decode(body, type=InstanceSpec)
-            fleet.add(InstanceSpec(InstanceSpec.parse(asked.url, asked.role).url, asked.role, asked.dp))
+            fleet.add(msgspec.structs.replace(asked, url=InstanceSpec.parse(asked.url, asked.role).url))
             return
         url = msgspec.json.decode(body, type=_Named).url.rstrip("/")
     except (msgspec.DecodeError, RecursionError, GatewayError) as error:
@@ -52,26 +46,3 @@ def described(fleet: Fleet) -> list[dict[str, object]]:
         state = {"up": one.up, "draining": one.draining, "requests": sum(rank.requests for rank in one.ranks)}
         found.append({"url": one.spec.url, "role": one.spec.role, **state, "ranks": ranks})
     return found
-
-
-def save(fleet: Fleet, file: str | None) -> None:
-    """Tell the other worker processes; without a file there are none."""
-    if file is not None:
-        scratch = Path(f"{file}.{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode([(one.spec, one.draining) for one in fleet.instances.values()]))
-        scratch.replace(file)
-
-
-def load(fleet: Fleet, file: str | None) -> None:
-    """Take over what any of them wrote last."""
-    if file is None or not os.path.exists(file):
-        return
-    try:
-        members = msgspec.json.decode(Path(file).read_bytes(), type=list[tuple[InstanceSpec, bool]])
-    except (OSError, msgspec.DecodeError) as error:
-        logger.warning("the instances in %s cannot be read: %s", file, error)
-        return
-    for url in fleet.instances.keys() - {spec.url for spec, _ in members}:
-        fleet.remove(url)
-    for spec, draining in members:
-        fleet.add(spec).draining = draining

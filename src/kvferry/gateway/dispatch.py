@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
 import time
 from collections import Counter
@@ -55,6 +54,7 @@ class Job:
         headers: for both legs.
         resources: what must be closed when the answer has ended, or has lost its client.
         alone: why decode computes the prompt itself; None while both legs are to be sent.
+        cached: what prefill says of it, see ``answers.corrected``.
         prefill, decode, retries, prefill_s: what became of it.
         tried: ranks that failed it.
     """
@@ -64,6 +64,7 @@ class Job:
     headers: dict[str, str]
     resources: contextlib.ExitStack
     alone: str | None = None
+    cached: Raw | None = None
     prefill: str = "-"
     decode: str = "-"
     retries: Counter[Role] = field(default_factory=Counter)
@@ -81,7 +82,7 @@ class Job:
 
     def tokens(self, role: Role) -> int:
         """What a leg is estimated to occupy."""
-        answer = bodies.answer_tokens(self.endpoint, self.body) if role is Role.DECODE else 0
+        answer = bodies.answer_tokens(self.body) if role is Role.DECODE else 0
         return bodies.prompt_tokens(self.endpoint, self.body) + answer
 
 
@@ -91,7 +92,6 @@ class Grant:
 
     rank: Rank
     parameters: Raw
-    cached: Raw | None
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,11 @@ class Opened:
     """A decode answer whose status is good and whose first piece is here.
 
     Attributes:
-        cached: see ``answers.corrected``.
         whole: the answer, taken apart; None where it is a stream.
         first, rest: a stream's whole events, as ``answers.whole_events`` gives them; any of ``BROKEN`` when it does not
             end as it should.
     """
 
-    cached: Raw | None
     whole: Body | None
     first: bytes
     rest: AsyncIterator[bytes]
@@ -152,15 +150,14 @@ class BothAtOnce:
         host, port, incarnation = rank.side_channel
         transfer = Transfer(draw(), draw())
         offer = Offer.ahead((host, port), incarnation, transfer)
-        grant = Grant(rank, Raw(bodies.encode(offer.to_params(self.seal))), None)
+        grant = Grant(rank, Raw(bodies.encode(offer.to_params(self.seal))))
 
-        async def prefill() -> Raw | None:
+        async def prefill() -> None:
             held = await legs.prefill(job, rank, Raw(bodies.encode(transfer.to_params())))
             if held is not None and incarnation.encode() not in bytes(held.parameters):
                 # Prefill was started anew in between, and decode looked for it in vain.
                 legs.release(held.parameters)
                 legs.leave_to_decode(job, "restarted")
-            return held.cached if held else None
 
         tasks = (asyncio.create_task(prefill()), asyncio.create_task(legs.decode(job, grant)))
         try:
@@ -168,15 +165,12 @@ class BothAtOnce:
         finally:
             for task in tasks:
                 task.cancel()
-            cached, opened = await asyncio.gather(*tasks, return_exceptions=True)
+            failed, opened = await asyncio.gather(*tasks, return_exceptions=True)
         if isinstance(opened, Opened):
-            if isinstance(cached, BaseException):
+            if failed:
                 legs.leave_to_decode(job, "prefill_failed")
-                cached = None
-            return dataclasses.replace(opened, cached=cached)
-        failed = cached if isinstance(opened, asyncio.CancelledError) else opened
-        assert isinstance(failed, BaseException), "one of the two has failed"
-        raise failed
+            return opened
+        raise failed if failed and isinstance(opened, asyncio.CancelledError) else opened
 
 
 class RetryBudget:
@@ -251,7 +245,7 @@ class Dispatcher:
 
     def leave_to_decode(self, job: Job, reason: str) -> None:
         """Decode has to prefill this prompt; never silently."""
-        job.alone = reason
+        job.alone, job.cached = reason, None
         self.metrics.plain(reason).inc()
 
     def _is_short(self, job: Job) -> bool:
@@ -324,7 +318,8 @@ class Dispatcher:
         if held is None or bytes(held)[:1] != b"{":
             self.leave_to_decode(job, "no_parameters")
             return None
-        return Grant(rank, held, cached_tokens(job.endpoint, answer))
+        job.cached = cached_tokens(job.endpoint, answer)
+        return Grant(rank, held)
 
     async def decode(self, job: Job, grant: Grant | None) -> Opened:
         """The answer to a job, from its first piece on; on any failure the grant is given back.
@@ -339,10 +334,10 @@ class Dispatcher:
             with self._leg(Role.DECODE, job, rank):
                 used.enter_context(rank.working(job.tokens(Role.DECODE)))
                 body = bodies.decode_body(job.body, grant.parameters if grant else None)
-                limits = {"sock_read": self.settings.idle_timeout} if bodies.streamed(job.body) else {}
+                limits = {"sock_read": self.settings.idle_timeout} if bodies.given(job.body, "stream") else {}
                 response = await self._post(rank, job, body, **limits)
                 used.callback(response.close)
-                opened = await _opened(job.endpoint, response, grant.cached if grant else None)
+                opened = await _opened(job.endpoint, response)
             job.resources.push(used.pop_all())
             unread.pop_all()
         if self.settings.skip_prefill_below:
@@ -350,14 +345,14 @@ class Dispatcher:
         return opened
 
 
-async def _opened(endpoint: Endpoint, response: aiohttp.ClientResponse, cached: Raw | None) -> Opened:
+async def _opened(endpoint: Endpoint, response: aiohttp.ClientResponse) -> Opened:
     rest = whole_events(endpoint, response.content.iter_any())
     if response.content_type != "text/event-stream":
         try:
-            return Opened(cached, answer_object(await response.read()), b"", rest)
+            return Opened(answer_object(await response.read()), b"", rest)
         except BROKEN as error:
             raise failure(error) from None  # it was computed, and may have had effects elsewhere
-    opened = Opened(cached, None, await anext(rest), rest)
+    opened = Opened(None, await anext(rest), rest)
     if (said := error_in(opened.first)) is not None:
         code = said.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 502

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import responses
 
 import msgspec
 from starlette.responses import Response
@@ -11,16 +12,6 @@ from starlette.responses import Response
 from kvferry.errors import GatewayError
 from kvferry.gateway.settings import Role
 
-_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
 PASSED_ON = ("retry-after", "www-authenticate")
 
 
@@ -65,7 +56,7 @@ class ApiError(GatewayError):
 
 
 def error_body(status: int, message: str) -> bytes:
-    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    kind = responses.get(status, "Unknown Error").replace(" ", "").removesuffix("Error") + "Error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
