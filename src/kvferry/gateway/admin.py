@@ -7,7 +7,7 @@ import msgspec
 from kvferry.errors import GatewayError
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.health import Fleet
-from kvferry.gateway.settings import InstanceSpec
+from kvferry.gateway.settings import InstanceSpec, Role
 
 ACTIONS = ("add", "remove", "drain", "resume")
 
@@ -23,16 +23,15 @@ def change(fleet: Fleet, action: str, body: bytes) -> None:
         ApiError: 400, the body is not what it must be; 404, there is no such instance.
     """
     try:
-        if action == "add":
-            asked = msgspec.json.decode(body, type=InstanceSpec)
-            fleet.add(msgspec.structs.replace(asked, url=InstanceSpec.parse(asked.url, asked.role).url))
-            return
-        url = msgspec.json.decode(body, type=_Named).url.rstrip("/")
+        named = msgspec.json.decode(body, type=InstanceSpec if action == "add" else _Named)
+        url = InstanceSpec.parse(named.url, Role.DECODE).url
     except (msgspec.DecodeError, RecursionError, GatewayError) as error:
         raise ApiError(400, f"the body does not name an instance: {error}") from None
-    if url not in fleet.instances:
+    if isinstance(named, InstanceSpec):
+        fleet.add(msgspec.structs.replace(named, url=url))
+    elif url not in fleet.instances:
         raise ApiError(404, "there is no such instance")
-    if action == "remove":
+    elif action == "remove":
         fleet.remove(url)
     else:
         fleet.instances[url].draining = action == "drain"
