@@ -141,9 +141,8 @@ class Generate:
         plain = bodies.whole_on_decode(self.endpoint, body)
         prompts = [] if plain else bodies.prompts(self.endpoint, body)
         parts = {part_id(exchange.request_id, part): body | {"prompt": one} for part, one in enumerate(prompts)}
-        headers = exchange.for_engines()
         return [
-            Job(self.endpoint, part, headers | {"X-Request-Id": name}, exchange.resources, plain)
+            Job(self.endpoint, part, exchange.for_engines(name), exchange.resources, plain)
             for name, part in (parts or {exchange.request_id: body}).items()
         ]
 
@@ -171,7 +170,7 @@ async def _pass_through(request: Request) -> Response:
     exchange = Exchange(request.scope, request.receive, request._send)
     exchange.authorize(exchange.credentials.clients)
     body = await exchange.body_within(gateway.settings.max_body_bytes)
-    headers = exchange.for_engines()
+    headers = exchange.for_engines(exchange.request_id)
     timeout = aiohttp.ClientTimeout(gateway.settings.idle_timeout)
     for rank in gateway.fleet.usable(Role.DECODE) + gateway.fleet.usable(Role.PREFILL):
         url = rank.instance.spec.url + request.url.path

@@ -233,9 +233,10 @@ class Dispatcher:
 
     def _may_retry(self, job: Job, error: ApiError) -> bool:
         usable = self.fleet.usable(error.leg)
-        others = [rank for rank in usable if rank not in job.tried] if error.elsewhere else usable
+        if error.status in (429, 503):  # those that said so asked to be left alone
+            usable = [rank for rank in usable if rank not in job.tried]
         bounded = job.retries[error.leg] + 1 < self.settings.attempts
-        return bool(error.retry and others and bounded and self._budget.spend())
+        return bool(error.retry and usable and bounded and self._budget.spend())
 
     async def _retry(self, job: Job, leg: Role) -> None:
         self.metrics.retries(leg).inc()

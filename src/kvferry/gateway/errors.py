@@ -45,11 +45,6 @@ class ApiError(GatewayError):
         kept = {name: headers[name] for name in names if name in headers}
         return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body=body, headers=kept)
 
-    @property
-    def elsewhere(self) -> bool:
-        """Only another instance might answer better; this one asked to be left alone."""
-        return self.status in (429, 503)
-
     def response(self) -> Response:
         body = self.body or error_body(self.status, self.message)
         return Response(body, self.status, {"content-type": "application/json", **self.headers})

@@ -68,7 +68,7 @@ class Exchange(Request):
         if keys and not any(good):
             raise ApiError(401, "the Authorization header holds no valid key", headers={"www-authenticate": "Bearer"})
 
-    def for_engines(self) -> dict[str, str]:
+    def for_engines(self, request_id: str) -> dict[str, str]:
         """What engines get of the client's headers; what is not named they never see. The key is the gateway's own or,
         where clients need none here, the client's.
         """
@@ -78,7 +78,7 @@ class Exchange(Request):
         sent = {name: self.headers[name] for name in names if name in self.headers}
         for key in self.credentials.engine:
             sent["authorization"] = f"Bearer {key.decode()}"
-        return {**sent, **ENGINE_HEADERS, "X-Request-Id": self.request_id}
+        return {**sent, **ENGINE_HEADERS, "X-Request-Id": request_id}
 
     async def body_within(self, limit: int) -> bytes:
         """The client's body.
