@@ -15,7 +15,8 @@ from typing import Any
 import aiohttp
 import uvicorn
 
-from kvferry.gateway.app import Gateway, create_app
+from kvferry.gateway.app import create_app
+from kvferry.gateway.dispatch import Dispatcher
 from kvferry.gateway.settings import InstanceSpec, Role, Settings
 
 from .standin import SECRET, StandIn
@@ -49,7 +50,7 @@ class Answer:
 
 @dataclass
 class Stage:
-    gateway: Gateway
+    gateway: Dispatcher
     url: str
     prefill: list[StandIn]
     decode: list[StandIn]
@@ -87,7 +88,7 @@ class Stage:
 
 
 @contextlib.asynccontextmanager
-async def served(settings: Settings, strategy: Any = None) -> AsyncIterator[tuple[Gateway, str]]:
+async def served(settings: Settings, strategy: Any = None) -> AsyncIterator[tuple[Dispatcher, str]]:
     """A gateway on a port of its own."""
     app = create_app(settings, strategy)
     sock = socket.create_server(("127.0.0.1", 0))

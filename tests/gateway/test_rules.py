@@ -212,6 +212,20 @@ def test_attempts_are_bounded():
     run(scenario())
 
 
+def test_a_request_that_fails_everywhere_meets_two_of_each():
+    """The retry of one leg does not begin the count of the other anew."""
+
+    async def scenario():
+        async with stage(prefill=3, decode=3, attempts=2) as s:
+            for engine in (*s.prefill, *s.decode):
+                engine.faults.extend(["500"] * 9)
+            assert (await s.post(TEXT, body_of())).status == 500
+            for side in (s.prefill, s.decode):
+                assert sum(len(engine.seen) for engine in side) == 2
+
+    run(scenario())
+
+
 def test_retries_have_a_budget():
     budget = RetryBudget(ratio=0.2, burst=2)
     assert [budget.spend() for _ in range(3)] == [True, True, False]
@@ -305,6 +319,36 @@ def test_another_strategy_can_take_the_place_of_prefill_first():
         async with stage(strategy=DecodeOnly()) as s:
             assert (await s.post(CHAT, json.loads(json.dumps(body_of(CHAT))))).status == 200
             assert not s.prefill[0].seen
+
+    run(scenario())
+
+
+def test_with_streaming_decode_is_asked_while_prefill_computes():
+    async def scenario():
+        async with stage(streaming=True) as s:
+            s.prefill[0].gate = asyncio.Event()
+            asked = asyncio.ensure_future(s.post(TEXT, body_of()))
+            await s.settled(lambda: s.prefill[0].seen and s.decode[0].seen)
+            s.prefill[0].gate.set()
+            assert (await asked).status == 200
+            assert s.decode[0].fetched == 1
+            assert b"plain_decodes_total{" not in (await s.get("/metrics")).body
+
+    run(scenario())
+
+
+def test_with_streaming_a_prefill_that_was_restarted_unnoticed_is_survived_and_counted():
+    """Decode looks for the transfer at an incarnation that is gone; what the new one holds is nobody's."""
+
+    async def scenario():
+        async with stage(streaming=True, probe_interval=60.0) as s:
+            await s.prefill[0].restart()
+            answer = await s.post(TEXT, body_of())
+            assert (answer.status, s.decode[0].fetched) == (200, 0)
+            own = len(json.dumps(body_of()["prompt"])) // 4 // 2
+            assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == own
+            assert b'plain_decodes_total{reason="restarted"} 1.0' in (await s.get("/metrics")).body
+            await s.settled(lambda: s.grants == 0)
 
     run(scenario())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from kvferry.errors import ClusterError, KVFerryError, PortInUseError, SpecError
+from kvferry.errors import ClusterError, GatewayError, KVFerryError, PortInUseError, SettingsError, SpecError
 
 DIFFERENT = 1
 BAD_INPUT = 2
@@ -36,7 +36,7 @@ def reported_errors() -> Iterator[None]:
     """Turn the project's exceptions into a line on standard error and an exit code."""
     try:
         yield
-    except (SpecError, ClusterError, PortInUseError) as error:
+    except (SpecError, SettingsError, GatewayError, ClusterError, PortInUseError) as error:
         err.print(f"kvferry: {error}", markup=False)
         raise typer.Exit(BAD_INPUT) from error
     except KVFerryError as error:

@@ -5,14 +5,14 @@ import logging
 import os
 import resource
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from kvferry.cli.console import BAD_INPUT, err, examples, out, reported_errors
+from kvferry.cli.console import examples, out, reported_errors
 from kvferry.cluster.ports import require_free
 from kvferry.errors import GatewayError
 from kvferry.gateway.settings import (
@@ -59,7 +59,7 @@ def gateway(
     access_log: Annotated[bool, typer.Option(help="A line for each request, on standard error.")] = True,
 ) -> None:
     """Serve prefill and decode instances under one OpenAI-compatible address."""
-    with reported_errors(), _bad_input():
+    with reported_errors():
         settings = _checked(
             instances=_instances(prefill, decode),
             prefill_policy=prefill_policy,
@@ -82,15 +82,6 @@ def gateway(
         _serve(settings, host, port, workers, access_log)
 
 
-@contextlib.contextmanager
-def _bad_input() -> Iterator[None]:
-    try:
-        yield
-    except GatewayError as error:
-        err.print(f"kvferry: {error}", markup=False)
-        raise typer.Exit(BAD_INPUT) from error
-
-
 def _name(file: Path | None) -> str | None:
     return str(file.absolute()) if file else None
 
@@ -107,7 +98,12 @@ def _instances(prefill: Sequence[str], decode: Sequence[str]) -> list[InstanceSp
 
 
 def _checked(**values: Any) -> Settings:
-    """Settings within their bounds, with files that can be read. Raises ``GatewayError``."""
+    """Settings within their bounds, with files that can be read.
+
+    Raises:
+        GatewayError: they are not.
+        SettingsError: the secret is too short.
+    """
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:

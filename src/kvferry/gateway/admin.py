@@ -1,19 +1,13 @@
-"""What /admin shows and changes, and the file through which the worker processes of one gateway share the changes."""
+"""What /admin shows and changes."""
 
 from __future__ import annotations
-
-import logging
-import os
-from pathlib import Path
 
 import msgspec
 
 from kvferry.errors import GatewayError
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.health import Fleet
-from kvferry.gateway.settings import InstanceSpec
-
-logger = logging.getLogger(__name__)
+from kvferry.gateway.settings import InstanceSpec, Role
 
 ACTIONS = ("add", "remove", "drain", "resume")
 
@@ -29,16 +23,15 @@ def change(fleet: Fleet, action: str, body: bytes) -> None:
         ApiError: 400, the body is not what it must be; 404, there is no such instance.
     """
     try:
-        if action == "add":
-            asked = msgspec.json.decode(body, type=InstanceSpec)
-            fleet.add(InstanceSpec(InstanceSpec.parse(asked.url, asked.role).url, asked.role, asked.dp))
-            return
-        url = msgspec.json.decode(body, type=_Named).url.rstrip("/")
+        named = msgspec.json.decode(body, type=InstanceSpec if action == "add" else _Named)
+        url = InstanceSpec.parse(named.url, Role.DECODE).url
     except (msgspec.DecodeError, RecursionError, GatewayError) as error:
         raise ApiError(400, f"the body does not name an instance: {error}") from None
-    if url not in fleet.instances:
+    if isinstance(named, InstanceSpec):
+        fleet.add(msgspec.structs.replace(named, url=url))
+    elif url not in fleet.instances:
         raise ApiError(404, "there is no such instance")
-    if action == "remove":
+    elif action == "remove":
         fleet.remove(url)
     else:
         fleet.instances[url].draining = action == "drain"
@@ -52,26 +45,3 @@ def described(fleet: Fleet) -> list[dict[str, object]]:
         state = {"up": one.up, "draining": one.draining, "requests": sum(rank.requests for rank in one.ranks)}
         found.append({"url": one.spec.url, "role": one.spec.role, **state, "ranks": ranks})
     return found
-
-
-def save(fleet: Fleet, file: str | None) -> None:
-    """Tell the other worker processes; without a file there are none."""
-    if file is not None:
-        scratch = Path(f"{file}.{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode([(one.spec, one.draining) for one in fleet.instances.values()]))
-        scratch.replace(file)
-
-
-def load(fleet: Fleet, file: str | None) -> None:
-    """Take over what any of them wrote last."""
-    if file is None or not os.path.exists(file):
-        return
-    try:
-        members = msgspec.json.decode(Path(file).read_bytes(), type=list[tuple[InstanceSpec, bool]])
-    except (OSError, msgspec.DecodeError) as error:
-        logger.warning("the instances in %s cannot be read: %s", file, error)
-        return
-    for url in fleet.instances.keys() - {spec.url for spec, _ in members}:
-        fleet.remove(url)
-    for spec, draining in members:
-        fleet.add(spec).draining = draining

@@ -141,19 +141,15 @@ class Merge:
     def _in_place(self, part: int, answer: Body) -> Body:
         """An answer to one prompt with the id, time and choice numbers it has among all."""
         answer = corrected(self._endpoint, answer, self._cached[part])
-        if not self._several:
+        if not self._several or "choices" not in answer:
             return answer
-        if "choices" in answer:
-            choices = _decode_list(answer["choices"])
-            for choice in choices:
-                choice["index"] = Raw(encode(part * self._choices + msgspec.json.decode(choice["index"], type=int)))
-            answer["choices"] = Raw(encode(choices))
-        if "created" in answer:
-            answer["created"] = self._created = self._created or answer["created"]
-        if "id" in answer:
-            mine, theirs = self._request_id.encode(), part_id(self._request_id, part).encode()
-            answer["id"] = Raw(bytes(answer["id"]).replace(theirs, mine, 1))
-        return answer
+        choices = _decode_list(answer["choices"])
+        for choice in choices:
+            choice["index"] = Raw(encode(part * self._choices + msgspec.json.decode(choice["index"], type=int)))
+        self._created = self._created or answer["created"]
+        mine, theirs = self._request_id.encode(), part_id(self._request_id, part).encode()
+        name = Raw(bytes(answer["id"]).replace(theirs, mine, 1))
+        return {**answer, "id": name, "created": self._created, "choices": Raw(encode(choices))}
 
 
 def part_id(request_id: str, part: int) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import hmac
 import os
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -28,11 +26,11 @@ from kvferry.gateway.answers import Merge, part_id
 from kvferry.gateway.bodies import ENDPOINTS, Body, Endpoint
 from kvferry.gateway.dispatch import BROKEN, BothAtOnce, Dispatcher, Job, Opened, PrefillFirst, Strategy, failure
 from kvferry.gateway.errors import ApiError, error_event
-from kvferry.gateway.exchange import CLIENT_GONE, FOR_ENGINES, Exchange
+from kvferry.gateway.exchange import CLIENT_GONE, Credentials, Exchange
 from kvferry.gateway.health import Fleet
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.release import Releaser
-from kvferry.gateway.settings import SETTINGS_VARIABLE, Role, Settings, read_keys, read_seal
+from kvferry.gateway.settings import SETTINGS_VARIABLE, Role, Settings, read_seal
 
 JSON = {"content-type": "application/json"}
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -46,37 +44,6 @@ GARBAGE = 10_000
 T = TypeVar("T")
 
 
-@dataclass
-class Gateway:
-    """Everything that lives as long as one worker process."""
-
-    settings: Settings
-    fleet: Fleet
-    metrics: Metrics
-    session: aiohttp.ClientSession
-    dispatcher: Dispatcher
-
-    def __post_init__(self) -> None:
-        self.client_keys = read_keys(self.settings.api_key_file)
-        self.admin_keys = read_keys(self.settings.admin_key_file)
-        self._engine_keys = read_keys(self.settings.engine_key_file)
-
-    def authorize(self, headers: Headers, keys: Sequence[bytes]) -> None:
-        """Raises ``ApiError``, 401, unless a bearer token is one of ``keys``; without keys anybody may."""
-        if not keys:
-            return
-        shown = headers.get("authorization", "").removeprefix("Bearer ").encode()
-        good = [hmac.compare_digest(shown, key) for key in keys]
-        if not any(good):
-            raise ApiError(401, "the Authorization header holds no valid key", headers={"www-authenticate": "Bearer"})
-
-    def engine_headers(self, exchange: Exchange) -> dict[str, str]:
-        """For a leg: with the gateway's own key, or, where clients need none here, the client's."""
-        if self._engine_keys:
-            return {**exchange.for_engines(FOR_ENGINES), "Authorization": f"Bearer {self._engine_keys[0].decode()}"}
-        return exchange.for_engines(FOR_ENGINES if self.client_keys else (*FOR_ENGINES, "authorization"))
-
-
 @contextlib.asynccontextmanager
 async def _running(settings: Settings, strategy: Strategy | None, app: Starlette) -> AsyncIterator[None]:
     """The gateway knows its instances before it takes a request.
@@ -86,6 +53,7 @@ async def _running(settings: Settings, strategy: Strategy | None, app: Starlette
     """
     fleet = Fleet(settings, asyncio.get_running_loop().time)
     metrics = Metrics(fleet)
+    app.state.credentials = Credentials(settings)
     seal = read_seal(settings)
     strategy = strategy or (BothAtOnce(seal) if settings.streaming else PrefillFirst())
     releaser = Releaser(seal, lambda outcome: metrics.releases(outcome).inc())
@@ -98,10 +66,9 @@ async def _running(settings: Settings, strategy: Strategy | None, app: Starlette
         # A probe connects anew: that an old connection still stands says little, that it was closed says nothing.
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as probes,
     ):
-        dispatcher = Dispatcher(settings, fleet, session, metrics, releaser.release, strategy)
-        app.state.gateway = Gateway(settings, fleet, metrics, session, dispatcher)
+        app.state.gateway = Dispatcher(settings, fleet, session, metrics, releaser.release, strategy)
         await fleet.probe(probes)
-        watching = asyncio.create_task(fleet.watch(probes, lambda: admin.load(fleet, settings.shared_file)))
+        watching = asyncio.create_task(fleet.watch(probes))
         try:
             yield
         finally:
@@ -128,10 +95,10 @@ class Generate:
     endpoint: Endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway: Gateway = scope["app"].state.gateway
+        gateway: Dispatcher = scope["app"].state.gateway
         exchange = Exchange(scope, receive, send)
         try:
-            gateway.authorize(exchange.headers, gateway.client_keys)
+            exchange.authorize(exchange.credentials.clients)
             raw = await exchange.body_within(gateway.settings.max_body_bytes)
             with exchange.resources:
                 async with asyncio.timeout(None) as attention:
@@ -148,15 +115,19 @@ class Generate:
         finally:
             exchange.account(gateway.metrics)
 
-    async def _serve(self, gateway: Gateway, exchange: Exchange, raw: bytes) -> None:
+    async def _serve(self, gateway: Dispatcher, exchange: Exchange, raw: bytes) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(400, "the content type must be application/json")
         body = bodies.parse(raw)
-        exchange.jobs = self._jobs(gateway, exchange, body)
+        exchange.jobs = self._jobs(exchange, body)
         # A status is sent when every prompt has its first token, so no prompt can belie it later.
-        opened = await together([gateway.dispatcher.open(job) for job in exchange.jobs])
+        try:
+            async with asyncio.timeout(gateway.settings.deadline):
+                opened = await together([gateway.open(job) for job in exchange.jobs])
+        except TimeoutError:
+            raise ApiError(504, f"there was no answer within {gateway.settings.deadline:g} s") from None
         choices = max(1, bodies.integer(body.get("n")) or 1)
-        merge = Merge(self.endpoint, exchange.request_id, choices, [one.cached for one in opened])
+        merge = Merge(self.endpoint, exchange.request_id, choices, [job.cached for job in exchange.jobs])
         whole = [one.whole for one in opened if one.whole is not None]
         if len(whole) == len(opened):
             await Response(merge.answers(whole), headers=JSON)(exchange.scope, exchange.receive, exchange.send)
@@ -165,16 +136,14 @@ class Generate:
         else:
             await self._stream(exchange, opened, merge)
 
-    def _jobs(self, gateway: Gateway, exchange: Exchange, body: Body) -> list[Job]:
+    def _jobs(self, exchange: Exchange, body: Body) -> list[Job]:
         """One for each prompt."""
         plain = bodies.whole_on_decode(self.endpoint, body)
         prompts = [] if plain else bodies.prompts(self.endpoint, body)
-        parts = [(part_id(exchange.request_id, part), {"prompt": prompt}) for part, prompt in enumerate(prompts)]
-        headers = gateway.engine_headers(exchange)
-        deadline = asyncio.get_running_loop().time() + gateway.settings.deadline
+        parts = {part_id(exchange.request_id, part): body | {"prompt": one} for part, one in enumerate(prompts)}
         return [
-            Job(self.endpoint, body | part, headers | {"X-Request-Id": name}, deadline, exchange.resources, plain)
-            for name, part in parts or [(exchange.request_id, {})]
+            Job(self.endpoint, part, exchange.for_engines(name), exchange.resources, plain)
+            for name, part in (parts or {exchange.request_id: body}).items()
         ]
 
     async def _stream(self, exchange: Exchange, opened: Sequence[Opened], merge: Merge) -> None:
@@ -197,11 +166,11 @@ class Generate:
 
 async def _pass_through(request: Request) -> Response:
     """What any instance answers alike."""
-    gateway: Gateway = request.app.state.gateway
-    gateway.authorize(request.headers, gateway.client_keys)
+    gateway: Dispatcher = request.app.state.gateway
     exchange = Exchange(request.scope, request.receive, request._send)
+    exchange.authorize(exchange.credentials.clients)
     body = await exchange.body_within(gateway.settings.max_body_bytes)
-    headers = gateway.engine_headers(exchange)
+    headers = exchange.for_engines(exchange.request_id)
     timeout = aiohttp.ClientTimeout(gateway.settings.idle_timeout)
     for rank in gateway.fleet.usable(Role.DECODE) + gateway.fleet.usable(Role.PREFILL):
         url = rank.instance.spec.url + request.url.path
@@ -220,7 +189,7 @@ async def _health(_: Request) -> Response:
 
 async def _ready(request: Request) -> Response:
     """Whether a request can be answered now, in two legs or, where that is allowed, by decode alone."""
-    gateway: Gateway = request.app.state.gateway
+    gateway: Dispatcher = request.app.state.gateway
     usable = {role.value: len(gateway.fleet.usable(role)) for role in Role}
     ready = usable[Role.DECODE] and (usable[Role.PREFILL] or gateway.settings.plain_decode)
     return JSONResponse(usable, 200 if ready else 503)
@@ -236,13 +205,14 @@ async def _openapi(_: Request) -> Response:
 
 async def _admin(action: str, request: Request) -> Response:
     """For whoever has an admin key: does what is asked, and answers with all instances."""
-    gateway: Gateway = request.app.state.gateway
-    if not gateway.admin_keys:
+    gateway: Dispatcher = request.app.state.gateway
+    exchange = Exchange(request.scope, request.receive, request._send)
+    if not exchange.credentials.admins:
         raise ApiError(404, "there is no /admin without an admin key")
-    gateway.authorize(request.headers, gateway.admin_keys)
+    exchange.authorize(exchange.credentials.admins)
     if action != "instances":
         admin.change(gateway.fleet, action, await request.body())
-        admin.save(gateway.fleet, gateway.settings.shared_file)
+        gateway.fleet.save()
     return JSONResponse(admin.described(gateway.fleet))
 
 

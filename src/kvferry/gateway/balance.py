@@ -10,26 +10,13 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
 
+from kvferry.gateway.health import Rank
 from kvferry.gateway.settings import Policy
 
 BOUND = 1.25
 """How much more than its share a target may carry before an affine request goes on to the next one; the value of the
 paper on consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016)."""
-
-
-class Candidate(Protocol):
-    """Something that can be given work: one data parallel rank of one instance."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def load(self) -> float: ...
-
-
-C = TypeVar("C", bound=Candidate)
 
 
 class Balancer:
@@ -39,7 +26,7 @@ class Balancer:
         self._turn = itertools.count()
         self._policy = policy
 
-    def choose(self, candidates: Sequence[C], key: bytes, cost: float) -> C:
+    def choose(self, candidates: Sequence[Rank], key: bytes, cost: float) -> Rank:
         """One of ``candidates`` for work of ``cost``, in the unit of their loads, with the affinity ``key``."""
         if self._policy is Policy.AFFINITY:
             return affine(candidates, key, cost)
@@ -49,10 +36,10 @@ class Balancer:
         return in_turn[0] if self._policy is Policy.ROUND_ROBIN else min(in_turn, key=lambda one: one.load)
 
 
-def affine(candidates: Sequence[C], key: bytes, cost: float) -> C:
+def affine(candidates: Sequence[Rank], key: bytes, cost: float) -> Rank:
     """The target that wins ``key`` among those that carry no more than their share; there always is one."""
 
-    def score(one: C) -> bytes:
+    def score(one: Rank) -> bytes:
         return hashlib.blake2b(one.name.encode(), key=key, digest_size=8).digest()
 
     bound = BOUND * (sum(one.load for one in candidates) + cost) / len(candidates)

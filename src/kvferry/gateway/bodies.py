@@ -31,6 +31,7 @@ PREFILL_PARAMETERS = Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 BYTES_PER_TOKEN = 4
 AFFINITY_BYTES = 1024
 MAX_PARTS = 256
@@ -43,7 +44,7 @@ class Endpoint:
 
     Attributes:
         prompt: the key of what is prefilled.
-        one_token: keys that limit the answer to a token.
+        for_prefill: what makes an answer short, single and whole.
         not_for_prefill: keys that matter to an answer that is thrown away, or that do not go with one token. What the
             prompt is made of, or could be refused for, is not among them.
         last_event: without it a stream is not finished.
@@ -53,7 +54,7 @@ class Endpoint:
 
     path: str
     prompt: str
-    one_token: tuple[str, ...]
+    for_prefill: Mapping[str, Raw]
     not_for_prefill: tuple[str, ...]
     last_event: re.Pattern[bytes] = re.compile(rb"data: \[DONE\]\n\n\Z")
     cached: str = "prompt_tokens_details"
@@ -61,12 +62,13 @@ class Endpoint:
 
 
 _UNUSED = ("stream_options", "min_tokens", "logprobs", "top_logprobs", "logprob_token_ids", "return_token_ids")
-COMPLETIONS = Endpoint("/v1/completions", "prompt", ("max_tokens",), (*_UNUSED, "echo"))
-CHAT = Endpoint("/v1/chat/completions", "messages", ("max_tokens", "max_completion_tokens"), (*_UNUSED, "echo"))
+_SHORT = {"max_tokens": _ONE, "n": _ONE, "stream": _FALSE}
+COMPLETIONS = Endpoint("/v1/completions", "prompt", _SHORT, (*_UNUSED, "echo"))
+CHAT = Endpoint("/v1/chat/completions", "messages", _SHORT | {"max_completion_tokens": _ONE}, (*_UNUSED, "echo"))
 RESPONSES = Endpoint(
     "/v1/responses",
     "input",
-    ("max_output_tokens",),
+    {"max_output_tokens": _ONE, "store": _FALSE, "stream": _FALSE},
     (*_UNUSED, "store", "include", "background"),
     re.compile(rb"^event: response\.(?:completed|incomplete|failed)\b", re.MULTILINE),
     "input_tokens_details",
@@ -99,11 +101,7 @@ def parse(raw: bytes) -> Body:
 def prefill_body(endpoint: Endpoint, body: Body, parameters: Raw = PREFILL_PARAMETERS) -> bytes:
     """The same prompt for one token, to be held for whoever decodes."""
     leg = {key: value for key, value in body.items() if key not in endpoint.not_for_prefill}
-    ones = (*endpoint.one_token, "n") if "n" in leg else endpoint.one_token
-    leg.update(dict.fromkeys(ones, _ONE), stream=_FALSE, kv_transfer_params=parameters)
-    if endpoint is RESPONSES:
-        leg["store"] = _FALSE
-    return encode(leg)
+    return encode({**leg, **endpoint.for_prefill, "kv_transfer_params": parameters})
 
 
 def decode_body(body: Body, parameters: Raw | None) -> bytes:
@@ -115,27 +113,23 @@ def whole_on_decode(endpoint: Endpoint, body: Body) -> str | None:
     """Why one instance must do all of a request, None when it can be done in two legs."""
     text = endpoint is COMPLETIONS
     # To vLLM a chat's echo means log probabilities of the prompt, whether or not any are asked for.
-    echoed = _given(body, "echo") and (endpoint is CHAT or (text and _given(body, "logprobs")))
-    if _given(body, "prompt_logprobs") or echoed:
+    echoed = given(body, "echo") and (endpoint is CHAT or (text and given(body, "logprobs")))
+    if given(body, "prompt_logprobs") or echoed:
         return "prompt_logprobs"  # they come from computing the prompt
-    if text and (_given(body, "prompt_embeds") or integer(body.get("max_tokens")) == 0):
+    if text and (given(body, "prompt_embeds") or integer(body.get("max_tokens")) == 0):
         return "prompt_only"
     if len(prompts(endpoint, body)) > MAX_PARTS:
         return "many_prompts"
-    if _given(body, "use_beam_search"):
+    if given(body, "use_beam_search"):
         return "beam_search"
-    if endpoint is RESPONSES and (_given(body, "previous_response_id") or _given(body, "background")):
+    if endpoint is RESPONSES and (given(body, "previous_response_id") or given(body, "background")):
         return "stored_response"  # its other half is in one instance's memory
     return None
 
 
-def _given(body: Body, key: str) -> bool:
+def given(body: Body, key: str) -> bool:
+    """Whether the client asked for it, unless the engine takes the value for nonsense."""
     return bytes(body.get(key, b"")) not in (b"", b"null", b"false")
-
-
-def streamed(body: Body) -> bool:
-    """Whether the answer is a stream, unless the engine takes the value for nonsense."""
-    return _given(body, "stream")
 
 
 def integer(raw: Raw | None, otherwise: int | None = None) -> int | None:
@@ -163,10 +157,10 @@ def prompt_tokens(endpoint: Endpoint, body: Body) -> int:
     return len(raw) // BYTES_PER_TOKEN + 1
 
 
-def answer_tokens(endpoint: Endpoint, body: Body) -> int:
+def answer_tokens(body: Body) -> int:
     """How long the answer may become, for balancing; a guess where the client did not say."""
-    limits = (integer(body.get(key)) for key in endpoint.one_token)
-    return max(1, next((limit for limit in limits if limit), 256)) * (integer(body.get("n")) or 1)
+    limit = next(filter(None, (integer(body.get(key)) for key in LIMITS)), 256)
+    return max(1, limit) * (integer(body.get("n")) or 1)
 
 
 def affinity_key(endpoint: Endpoint, body: Body) -> bytes:

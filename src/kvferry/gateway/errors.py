@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import responses
 
 import msgspec
 from starlette.responses import Response
 
 from kvferry.errors import GatewayError
+from kvferry.gateway.settings import Role
 
-_TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
 PASSED_ON = ("retry-after", "www-authenticate")
 
 
@@ -31,6 +23,7 @@ class ApiError(GatewayError):
         status: what the client gets.
         message: what was wrong; never a key, a prompt or an address of an instance.
         retry: another instance might answer better.
+        leg: the one that failed, where one did.
         body: an instance's own error body, passed on as it is.
         headers: to send with it.
     """
@@ -38,6 +31,7 @@ class ApiError(GatewayError):
     status: int
     message: str
     retry: bool = False
+    leg: Role = Role.DECODE
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,12 +43,7 @@ class ApiError(GatewayError):
         """What an instance answered, for the client; ``headers`` are found in any case of letters."""
         names = (*PASSED_ON, "content-type") if body else PASSED_ON
         kept = {name: headers[name] for name in names if name in headers}
-        return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body, kept)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Only another instance might answer better; this one asked to be left alone."""
-        return self.status in (429, 503)
+        return cls(status, f"an instance answered {status}", status == 429 or status >= 500, body=body, headers=kept)
 
     def response(self) -> Response:
         body = self.body or error_body(self.status, self.message)
@@ -62,7 +51,7 @@ class ApiError(GatewayError):
 
 
 def error_body(status: int, message: str) -> bytes:
-    kind = _TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    kind = responses.get(status, "Unknown Error").replace(" ", "").removesuffix("Error") + "Error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 

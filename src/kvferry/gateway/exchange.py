@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import re
 import time
 import uuid
 from collections.abc import Sequence
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from kvferry.gateway.dispatch import Job
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.metrics import Metrics
+from kvferry.gateway.settings import Settings, read_keys
 
 access = logging.getLogger("kvferry.access")
 
@@ -28,10 +30,20 @@ CLIENT_GONE = 499
 """The status in logs and metrics of a request whose client did not wait; nginx made the number usual."""
 
 
+class Credentials:
+    """What clients and administrators must show here, one of them, and the one that engines are shown."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.clients = read_keys(settings.api_key_file)
+        self.admins = read_keys(settings.admin_key_file)
+        self.engine = read_keys(settings.engine_key_file)[:1]
+
+
 class Exchange(Request):
     """A request and its answer.
 
     Attributes:
+        credentials: of this gateway.
         request_id: the client's own where it can be used, for both legs, the log and the answer.
         jobs: what the legs are sent for.
         resources: closed when it has ended.
@@ -42,18 +54,31 @@ class Exchange(Request):
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         super().__init__(scope, receive, send)
         given = self.headers.get("x-request-id", "")
+        self.credentials: Credentials = scope["app"].state.credentials
         self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         self.jobs: list[Job] = []
         self.resources = contextlib.ExitStack()
         self.status, self.broken = 0, False
         self._started, self._first_s = time.perf_counter(), 0.0
 
-    def for_engines(self, names: Sequence[str]) -> dict[str, str]:
-        """What the engines get of the client's headers, ``names`` and a trace; what is not named they never see."""
+    def authorize(self, keys: Sequence[bytes]) -> None:
+        """Raises ``ApiError``, 401, unless a bearer token is one of ``keys``; without keys anybody may."""
+        shown = self.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        good = [hmac.compare_digest(shown, key) for key in keys]
+        if keys and not any(good):
+            raise ApiError(401, "the Authorization header holds no valid key", headers={"www-authenticate": "Bearer"})
+
+    def for_engines(self, request_id: str) -> dict[str, str]:
+        """What engines get of the client's headers; what is not named they never see. The key is the gateway's own or,
+        where clients need none here, the client's.
+        """
+        names: tuple[str, ...] = FOR_ENGINES if self.credentials.clients else (*FOR_ENGINES, "authorization")
         if TRACE_PARENT.fullmatch(self.headers.get("traceparent", "")):
-            names = (*names, *TRACE_HEADERS)
-        kept = {name: self.headers[name] for name in names if name in self.headers}
-        return {**kept, **ENGINE_HEADERS, "X-Request-Id": self.request_id}
+            names += TRACE_HEADERS
+        sent = {name: self.headers[name] for name in names if name in self.headers}
+        for key in self.credentials.engine:
+            sent["authorization"] = f"Bearer {key.decode()}"
+        return {**sent, **ENGINE_HEADERS, "X-Request-Id": request_id}
 
     async def body_within(self, limit: int) -> bytes:
         """The client's body.
@@ -62,13 +87,9 @@ class Exchange(Request):
             ApiError: 413, it is longer than ``limit`` bytes.
             ClientDisconnect: it did not come whole.
         """
-        body, more = bytearray(), True
-        while more:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
+        body = bytearray()
+        async for piece in self.stream():
+            body += piece
             if len(body) > limit:
                 raise ApiError(413, f"the body is longer than {limit} bytes")
         return bytes(body)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 
 from kvferry.gateway.settings import InstanceSpec, Role, Settings
 
@@ -84,26 +86,23 @@ class Breaker:
     limit: int
     first_pause: float
     clock: Callable[[], float]
-
-    def __post_init__(self) -> None:
-        self.reset()
+    _count: int = 0
+    _until: float = 0.0
 
     def reset(self) -> None:
-        self._count, self._pause, self._until = 0, self.first_pause, 0.0
+        self._count = 0
 
     def allows(self) -> bool:
         return self._count < self.limit or self.clock() >= self._until
 
     def trying(self) -> None:
         """A request goes to the rank; while it is open that is the trial, and others wait for how it ends."""
-        if self._count >= self.limit:
-            self._until = self.clock() + self._pause
+        pause = self.first_pause * 2 ** min(self._count - self.limit, 64)  # more would be no float in the end
+        self._until = self.clock() + min(pause, LONGEST_PAUSE_S)
 
     def failed(self) -> None:
         self._count += 1
-        if self._count >= self.limit:
-            self.trying()
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+        self.trying()
 
 
 @dataclass(eq=False)
@@ -113,18 +112,17 @@ class Rank:
     Attributes:
         tokens: estimated tokens of the requests under way there.
         requests: their number.
-        usage: of its KV cache as it last said, 0 to 1.
     """
 
     instance: Instance
     index: int
-    breaker: Breaker
     tokens: int = 0
     requests: int = 0
-    usage: float = 0.0
 
     def __post_init__(self) -> None:
         self.name = f"{self.instance.spec.url}@{self.index}"
+        settings = self.instance.settings
+        self.breaker = Breaker(settings.breaker_failures, settings.breaker_pause, self.instance.clock)
 
     @property
     def load(self) -> float:
@@ -138,6 +136,11 @@ class Rank:
     @property
     def _size(self) -> int | None:
         return self.instance.report.capacity if self.instance.spec.role is Role.DECODE else None
+
+    @property
+    def usage(self) -> float:
+        """Of its KV cache as it last said, 0 to 1."""
+        return dict(enumerate(self.instance.report.usage)).get(self.index, 0.0)
 
     @property
     def side_channel(self) -> SideChannel | None:
@@ -175,7 +178,8 @@ class Instance:
     """
 
     spec: InstanceSpec
-    new_breaker: Callable[[], Breaker]
+    settings: Settings
+    clock: Callable[[], float]
     up: bool = False
     draining: bool = False
     probing: bool = False
@@ -193,8 +197,6 @@ class Instance:
                 rank.breaker.reset()
         self._resize(self.spec.dp or len(report.usage) or len(self.ranks))
         self.report = report
-        for rank in self.ranks:
-            rank.usage = dict(enumerate(report.usage)).get(rank.index, 0.0)
         self.answered()
         self._set_up(True)
 
@@ -217,18 +219,18 @@ class Instance:
 
     def _resize(self, ranks: int) -> None:
         self.ranks = self.ranks[:ranks]
-        self.ranks += [Rank(self, index, self.new_breaker()) for index in range(len(self.ranks), ranks)]
+        self.ranks += [Rank(self, index) for index in range(len(self.ranks), ranks)]
 
     def suits(self, other: Instance) -> bool:
         """Whether one can read what the other prefilled, as far as both say."""
         mine, theirs = self.report.fingerprint, other.report.fingerprint
         return mine is None or theirs is None or mine == theirs
 
-    async def probe(self, session: aiohttp.ClientSession, settings: Settings) -> None:
+    async def probe(self, session: aiohttp.ClientSession) -> None:
         """Ask it how it is; whatever it answers, this does not fail."""
         self.probing = True
         try:
-            async with asyncio.timeout(settings.probe_timeout):
+            async with asyncio.timeout(self.settings.probe_timeout):
                 async with session.get(f"{self.spec.url}/health") as answer:
                     if answer.status != 200:
                         self.missed()
@@ -238,49 +240,66 @@ class Instance:
             self.reached(Report.parse(text))
         except Exception as error:
             refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            self.missed(1 if refused else settings.probe_misses)
+            self.missed(1 if refused else self.settings.probe_misses)
         finally:
             self.probing = False
 
 
 class Fleet:
-    """All instances, kept up to date by ``watch``."""
+    """All instances, kept up to date by ``watch``; worker processes of one gateway share them through a file."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
-        self._settings = settings
-        self._new_breaker = functools.partial(Breaker, settings.breaker_failures, settings.breaker_pause, clock)
+        self._settings, self._clock = settings, clock
         self.instances: dict[str, Instance] = {}
         for spec in settings.instances:
             self.add(spec)
 
     def add(self, spec: InstanceSpec) -> Instance:
-        return self.instances.setdefault(spec.url, Instance(spec, self._new_breaker))
+        return self.instances.setdefault(spec.url, Instance(spec, self._settings, self._clock))
 
     def remove(self, url: str) -> None:
         """Give it nothing more; requests under way go on."""
         self.instances.pop(url).draining = True
 
-    def usable(self, role: Role) -> list[Rank]:
-        """Prefill ranks without a decode rank that could read from them are not among them."""
-        decodes = [instance for instance in self.instances.values() if instance.spec.role is Role.DECODE]
+    def usable(self, role: Role, partner: Instance | None = None) -> list[Rank]:
+        """Ranks of instances that suit ``partner``; without one, any decode instance, as each of those does itself."""
+        partners = [partner] if partner else [one for one in self.instances.values() if one.spec.role is Role.DECODE]
         return [
             rank
-            for instance in (decodes if role is Role.DECODE else self.instances.values())
-            if instance.spec.role is role and (role is Role.DECODE or any(one.suits(instance) for one in decodes))
+            for instance in self.instances.values()
+            if instance.spec.role is role and any(instance.suits(one) for one in partners)
             for rank in instance.ranks
             if rank.usable
         ]
 
     async def probe(self, session: aiohttp.ClientSession) -> None:
         """Ask every instance once, at the same time."""
-        await asyncio.gather(*(one.probe(session, self._settings) for one in self.instances.values()))
+        await asyncio.gather(*(one.probe(session) for one in self.instances.values()))
 
-    async def watch(self, session: aiohttp.ClientSession, before: Callable[[], None]) -> None:
-        """Probe all instances, for ever; ``before`` is called before each round. One that is slow delays no other."""
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Probe all instances, for ever. One that is slow delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(self._settings.probe_interval)
-                before()
+                self._load()
                 for instance in self.instances.values():
                     if not instance.probing:
-                        group.create_task(instance.probe(session, self._settings))
+                        group.create_task(instance.probe(session))
+
+    def save(self) -> None:
+        """Tell the other worker processes; without a file there are none."""
+        if file := self._settings.shared_file:
+            scratch = Path(f"{file}.{os.getpid()}")
+            scratch.write_bytes(msgspec.json.encode([(one.spec, one.draining) for one in self.instances.values()]))
+            scratch.replace(file)
+
+    def _load(self) -> None:
+        """Take over what any of them wrote last, which is there whole or not at all."""
+        file = self._settings.shared_file
+        if file is None or not os.path.exists(file):
+            return
+        members = msgspec.json.decode(Path(file).read_bytes(), type=list[tuple[InstanceSpec, bool]])
+        for url in self.instances.keys() - {spec.url for spec, _ in members}:
+            self.remove(url)
+        for spec, draining in members:
+            self.add(spec).draining = draining

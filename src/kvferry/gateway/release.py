@@ -25,7 +25,7 @@ class Releaser:
     def __init__(self, seal: Seal, outcome: Outcome) -> None:
         self._seal = seal
         self._outcome = outcome
-        self._client: Client | None = None
+        self._client = Client("kvferry-release", seal=seal)
 
     def release(self, parameters: Raw) -> None:
         """Give back what a prefill answer's parameters promise. A decode instance that reads it is not disturbed: its
@@ -36,7 +36,6 @@ class Releaser:
         except ParamsError:
             self._outcome("foreign")  # another connector's: its own time-out frees it
             return
-        self._client = self._client or Client("kvferry-release", seal=self._seal)
         message = Release(offer.incarnation, offer.request, offer.nonce, draw())
         self._client.send(offer.address, message, TIMEOUT_S, self._answered)
 
@@ -44,5 +43,4 @@ class Releaser:
         self._outcome("released" if isinstance(reply, Released) else "unanswered")
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        self._client.close()

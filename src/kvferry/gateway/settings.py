@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import GatewayError, SettingsError
+from kvferry.errors import GatewayError
 from kvferry.protocol.authentication import SECRET_VARIABLE, Seal, seal_with
 
 SETTINGS_VARIABLE = "KVFERRY_GATEWAY"
@@ -117,15 +117,16 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def read_seal(settings: Settings) -> Seal:
-    """What signs releases. Raises ``GatewayError`` when the secret cannot be read or is too short."""
-    try:
-        if settings.secret_file is not None:
-            return seal_with(_read(settings.secret_file), f"secret_file {settings.secret_file}")
-        if SECRET_VARIABLE in os.environ:
-            return seal_with(os.environb[SECRET_VARIABLE.encode()], SECRET_VARIABLE)
-    except SettingsError as error:
-        raise GatewayError(str(error)) from error
-    return Seal()
+    """What signs releases.
+
+    Raises:
+        GatewayError: the secret cannot be read.
+        SettingsError: it is too short.
+    """
+    if settings.secret_file is not None:
+        return seal_with(_read(settings.secret_file), f"secret_file {settings.secret_file}")
+    secret = os.environb.get(SECRET_VARIABLE.encode())
+    return Seal() if secret is None else seal_with(secret, SECRET_VARIABLE)
 
 
 def read_keys(file: str | None) -> tuple[bytes, ...]:
