@@ -46,6 +46,7 @@ NumWarmups = Annotated[int, typer.Option(help="Requests before anything is measu
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests that an engine runs at once.")]
 Dtype = Annotated[str, typer.Option(help=f"Of the engines: {', '.join(DTYPES)}.")]
 Rounds = Annotated[int, typer.Option(help="How often every contender has its turn.")]
+Pin = Annotated[bool, typer.Option("--pin", help="Give each engine an equal share of the cores to itself.")]
 Router = Annotated[Front, typer.Option(help="What is in front of KVFerry's engines; others always have vllm-router.")]
 Stall = Annotated[bool, typer.Option("--stall", help="Also watch a running request while long prompts arrive.")]
 StallInputLen = Annotated[int, typer.Option(help="Tokens of such a prompt.")]

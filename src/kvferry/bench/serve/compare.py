@@ -49,6 +49,7 @@ def differences(first: Result, second: Result) -> list[str]:
         "loads": lambda run: run.loads,
         "stall": lambda run: run.stall,
         "cores": lambda run: run.machine.cores,
+        "engines with cores of their own": lambda run: run.pinned,
         "processor": lambda run: run.machine.processor,
         "accelerators": lambda run: run.machine.accelerators,
     }

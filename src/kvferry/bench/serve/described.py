@@ -54,6 +54,7 @@ def described(question: Question, run: Run, command: str, made: str, load_before
             Described(name, _front(question, one.front), one.note) for name, one in question.contenders.items()
         ),
         turns=tuple(run.turns),
+        pinned=question.pinned,
     )
 
 
