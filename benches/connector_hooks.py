@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.protocol.messages import encode
@@ -31,6 +34,9 @@ from kvferry.vllm.settings import Settings
 LIMIT_US = 100
 MATCHED = "get_num_new_matched_tokens"
 DEADLINE_S = 60.0
+NOTHING = "(nothing, for comparison)"
+NUMBERS = 5000
+"""To add up, which takes as long as a hook and lets go of nothing: what the machine itself adds."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -51,23 +57,49 @@ def make_request(name: str, prompt: list[int], params: dict[str, Any]) -> Reques
     return Request(name, prompt, SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params}), None)
 
 
+@dataclass
+class Calls:
+    """Of one hook.
+
+    Attributes:
+        seconds, cpu: of each call, on the clock and of this thread's processor time.
+        waits: how often the thread gave up its core by itself: it waited for the interpreter or a lock.
+        turns: how often it was taken from it.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    waits: int = 0
+    turns: int = 0
+
+
 class Timed:
-    """Seconds of each hook, by its name."""
+    """Calls of each hook, by its name."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.hooks: dict[str, Calls] = defaultdict(Calls)
 
     def __call__(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
-        began = time.perf_counter()
+        before, cpu, began = resource.getrusage(resource.RUSAGE_THREAD), time.thread_time(), time.perf_counter()
         result = hook(*args)
-        self.seconds[name].append(time.perf_counter() - began)
+        ended, used, after = time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
+        calls = self.hooks[name]
+        calls.seconds.append(ended - began)
+        calls.cpu.append(used - cpu)
+        calls.waits += after.ru_nvcsw - before.ru_nvcsw
+        calls.turns += after.ru_nivcsw - before.ru_nivcsw
         return result
 
     def show(self) -> None:
-        print(f"{'hook':32}{'calls':>8}{'p50 us':>9}{'p99 us':>9}{'max us':>9}")
-        for name, values in self.seconds.items():
-            p50, p99, most = np.percentile(values, [50, 99, 100]) * 1e6
-            print(f"{name:32}{len(values):8}{p50:9.1f}{p99:9.1f}{most:9.1f}{'' if p99 < LIMIT_US else '  over'}")
+        heads = ("p50 us", "p99 us", "max us", "CPU p99", "waits %", "taken %")
+        print(f"{'hook':32}{'calls':>7}" + "".join(f"{head:>9}" for head in heads))
+        for name, calls in self.hooks.items():
+            p50, p99, most = np.percentile(calls.seconds, [50, 99, 100]) * 1e6
+            cpu, number = np.percentile(calls.cpu, 99) * 1e6, len(calls.seconds)
+            print(
+                f"{name:32}{number:7}{p50:9.1f}{p99:9.1f}{most:9.1f}{cpu:9.1f}{100 * calls.waits / number:9.1f}"
+                f"{100 * calls.turns / number:9.1f}{'' if p99 < LIMIT_US else '  over'}"
+            )
 
 
 def prompt_of(number: int, tokens: int) -> list[int]:
@@ -77,6 +109,7 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 def produce(requests: int, tokens: int) -> None:
     """The producer's process: prefills, says where they are, and serves claims until its input ends."""
     half, timed = make_half("kv_producer"), Timed()
+    freeze_gc_heap()
     for number in range(requests):
         request = make_request(f"p-{number}", prompt_of(number, tokens), dict(PREFILL))
         timed("on_new_request (prefill)", half.on_new_request, request)
@@ -85,7 +118,7 @@ def produce(requests: int, tokens: int) -> None:
         _, params = timed("request_finished (prefill)", half.request_finished, request, blocks)
         sys.stdout.buffer.write(encode(params).hex().encode() + b"\n")
     sys.stdout.flush()
-    timed.seconds.pop("on_new_request (prefill)")
+    timed.hooks.pop("on_new_request (prefill)")
     sys.stdin.read()
     for _ in range(requests):
         timed("build_connector_meta (prefill)", half.build_connector_meta, None)
@@ -98,6 +131,7 @@ def consume(tokens: int, pause_s: float, params: list[dict[str, Any]], timed: Ti
     arrived = []
     for number, one in enumerate(params):
         arrived.append(make_request(f"d-{number}", prompt_of(number, tokens), one))
+        timed(NOTHING, sum, range(NUMBERS))
         timed("on_new_request", half.on_new_request, arrived[-1])
         timed("build_connector_meta", half.build_connector_meta, None)
         time.sleep(pause_s)
@@ -131,6 +165,7 @@ def main() -> None:
         return
     import msgspec
 
+    freeze_gc_heap()  # as an engine core does when it has started
     timed = Timed()
     for _ in range(options.rounds):
         command = [

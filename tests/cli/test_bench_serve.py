@@ -161,6 +161,26 @@ def test_every_engine_has_the_same_flags_but_for_its_connector_and_its_contender
     assert len(variables) == 1
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores")
+def test_pinned_engines_share_no_core(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    code, _, stderr = _done(model, "--contender", "kvferry", "--pin", "--json", str(path))
+    result = msgspec.json.decode(path.read_bytes(), type=Result)
+    assert code == 0, stderr
+    assert result.pinned
+    assert result.turns[0].outcome is Outcome.MEASURED
+
+
+def test_cores_are_shared_out_evenly_and_not_where_there_are_too_few() -> None:
+    from kvferry.bench.serve.stage import shared_cores
+    from kvferry.errors import StartError
+
+    assert shared_cores([0, 2, 4, 6, 8], 2) == [(0, 2), (4, 6)]
+    assert shared_cores([5], 1) == [(5,)]
+    with pytest.raises(StartError, match="--pin"):
+        shared_cores([0], 2)
+
+
 def test_a_front_of_their_own_is_not_needed(model: Path, tmp_path: Path) -> None:
     """With vllm-router before the project's engines too, all contenders have the same, and streaming has none."""
     path = tmp_path / "result.json"

@@ -1,6 +1,7 @@
 """The command lines and environments of engines and of the router."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,12 @@ def test_the_policy_for_failed_loads_goes_where_vllm_wants_it() -> None:
     spec = replace(SPEC, kv_load_failure_policy="recompute")
     config = json.loads(_value(engine_command(spec), "--kv-transfer-config"))
     assert config["kv_load_failure_policy"] == "recompute"
+
+
+def test_an_engine_with_cores_of_its_own_is_kept_on_them() -> None:
+    command = engine_command(replace(SPEC, cores=(2, 3)))
+    assert command[:4] == ["taskset", "--cpu-list", "2,3", sys.executable]
+    assert command[3:] == engine_command(SPEC)
 
 
 def test_a_plain_engine_has_no_connector() -> None:

@@ -1,5 +1,9 @@
 """The identity of a prompt's KV cache."""
 
+import itertools
+import sys
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +28,31 @@ def test_extras_cannot_be_shifted_into_each_other():
 def test_identity_does_not_depend_on_the_process():
     """Producer and consumer are different processes: Python's own hash would differ."""
     assert token_identity([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
+
+
+def test_whoever_hashes_a_long_prompt_keeps_the_interpreter_meanwhile():
+    """Else an engine's hook waits for it, up to a turn of 5 ms."""
+    turns, stop = itertools.count(), threading.Event()
+
+    def compete():
+        while not stop.is_set():
+            next(turns)
+
+    thread = threading.Thread(target=compete)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # the other one has a turn only if this one lets go of the interpreter by itself
+    try:
+        token_identity([1])  # takes the interpreter, if need be
+        before = next(turns)
+        for _ in range(200):
+            token_identity(range(10_000))
+        after = next(turns)
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert after == before + 1
 
 
 def test_names_are_128_random_bits():

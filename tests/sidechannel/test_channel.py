@@ -1,5 +1,6 @@
 """Listener and client over real sockets on the loopback interface."""
 
+import queue
 import socket
 import subprocess
 import sys
@@ -93,17 +94,17 @@ def test_an_answer_may_come_later_and_from_another_thread(client):
 
 
 def test_an_answer_for_a_peer_that_has_left_is_dropped(client):
-    kept, left = [], Client("test-leaver")
+    kept, left = queue.SimpleQueue(), Client("test-leaver")
 
     def answer(message, respond):
-        return kept.append(respond) if isinstance(message, Hello) else _answer(message, respond)
+        return kept.put(respond) if isinstance(message, Hello) else _answer(message, respond)
 
     listener = Listener("127.0.0.1", 0, answer, _no_wish)
     try:
         left.send(("127.0.0.1", listener.port), Hello(TOKEN), DEADLINE_S, Replies())
-        assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN)) == Released()
+        respond = kept.get(timeout=DEADLINE_S)
         left.close()
-        kept[0](encode(Gone("later")))
+        respond(encode(Gone("later")))
         assert ask(client, listener.port, Release(TOKEN, "r", TOKEN, TOKEN)) == Released()
     finally:
         listener.close()

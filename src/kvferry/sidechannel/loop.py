@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
 import logging
+import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,6 +19,11 @@ Tick = Callable[[], float | None]
 """Called once a second or more often; returns seconds until it wants to be called again, None for no wish."""
 
 LONGEST_WAIT_S = 1.0
+
+# A thread that waits in the kernel for anything lets go of the interpreter, and another that takes it may keep it for a
+# turn of 5 ms. So whoever wakes a loop does it through PyDLL, which holds on to it; the write never blocks.
+_ring = ctypes.PyDLL(None).eventfd_write
+_ring.argtypes = (ctypes.c_int, ctypes.c_uint64)
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -42,6 +50,10 @@ class _Loop(asyncio.SelectorEventLoop):
 class LoopThread:
     """Runs ``loop`` from ``start`` to ``close``, in a daemon thread.
 
+    Calls from other threads go into a queue, and the first of them rings for all that come before the loop has got
+    round to them. This is ``call_soon_threadsafe`` but that it takes a microsecond or two and that the caller never
+    waits for the interpreter: callers are an engine's hooks.
+
     Args:
         name: of the thread.
         tick: called on the thread. After it has raised, it is left alone for a second.
@@ -54,6 +66,10 @@ class LoopThread:
         self._at_end = at_end
         self._failed = False
         self._timer: asyncio.Handle = self.loop.call_soon(self._tick_now)
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rung = False
+        self.loop.add_reader(self._bell, self._take_calls)
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -68,15 +84,28 @@ class LoopThread:
         """Have a function called on the thread, from any thread, in order; False if it never will be: closed."""
         with self._lock:  # so that nothing comes in behind the call that stops the loop
             if not self._closed:
-                self.loop.call_soon_threadsafe(function, *args)
+                self._put(function, *args)
             return not self._closed
+
+    def _put(self, function: Callable[..., object], *args: object) -> None:
+        self._calls.append((function, args))
+        if not self._rung:
+            self._rung = True
+            _ring(self._bell, 1)
+
+    def _take_calls(self) -> None:
+        os.eventfd_read(self._bell)
+        self._rung = False  # first: who comes from now on rings again
+        for _ in range(len(self._calls)):
+            function, args = self._calls.popleft()
+            self.loop.call_soon(function, *args)
 
     def close(self) -> None:
         """Stop, and wait for that. Safe to call twice."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self.loop.call_soon_threadsafe(self.loop.stop)
+                self._put(self.loop.stop)
         self._thread.join(timeout=5)
 
     def tick(self) -> None:
@@ -99,3 +128,5 @@ class LoopThread:
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.get_loop().run_forever()
             self._at_end()
+            self.loop.remove_reader(self._bell)
+            os.close(self._bell)

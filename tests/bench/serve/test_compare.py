@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.bench.serve.compare import differences, ratios, stall_ratios
+from kvferry.bench.serve.compare import beside, differences, ratios, stall_ratios
 from kvferry.bench.serve.result import Load, Outcome, Result
 
-from .results import answer, load_run, result, turn, watched
+from .results import LOAD, answer, load_run, result, turn, watched
 
 
 def _run(*ttfts: float, **more: Any) -> Result:
@@ -54,8 +54,19 @@ def test_what_differs_is_named(field: str, inner: dict[str, Any], name: str) -> 
     assert said.startswith(name)
 
 
+def test_contenders_are_held_beside_one_of_them_under_each_load() -> None:
+    slow, quick = load_run(answer(ttft_s=0.4)), load_run(answer(ttft_s=0.1))
+    elsewhere = load_run(answer(), load=Load(2.0, None))
+    run = result(turn("plain", 0, quick), turn("kvferry", 0, slow, elsewhere), turn("nixl", 0, elsewhere))
+    found = list(beside(msgspec.structs.replace(run, loads=(LOAD, Load(2.0, None))), "plain"))
+    assert {(one.contender, one.load) for one in found} == {("kvferry", LOAD.label)}
+    assert found[0].ratio.median == pytest.approx(4)
+    assert list(beside(run, "plain-dp")) == []
+
+
 def test_another_load_is_a_difference_and_another_hour_is_none() -> None:
     assert differences(_run(0.1), _run(0.1, loads=(Load(2.0, None),)))
+    assert differences(_run(0.1), _run(0.1, pinned=True))
     assert differences(_run(0.1), _run(0.2, 0.3, made="later", rounds=5, command="x")) == []
 
 

@@ -88,7 +88,7 @@ def test_the_page_fetches_nothing(whole: Result) -> None:
     pytest.importorskip("matplotlib")
     drawn = plots(whole)
     page = report(whole, drawn, METRICS)
-    assert page.count("<svg") == len(drawn) == 5
+    assert page.count("<svg") == len(drawn) == 6
     assert not re.search(r"<(script|link|img|iframe)|@import|url\((?!#)|src=", page)
     addresses = set(re.findall(r'(?:href|src)="(?!#)([^"]*)"', page))
     assert addresses == set()

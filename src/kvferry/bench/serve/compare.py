@@ -14,11 +14,15 @@ FIGURES: dict[str, Callable[[LoadRun], float]] = {
     "E2EL median ms": lambda run: run.summary.e2el_ms.median,
     "requests/s": lambda run: run.summary.request_throughput,
 }
+REFERENCES = ("plain", "plain-dp")
+"""One engine that does everything, and two: what prefill and decode apart has to be held against."""
 STALL_LOAD = "stall: ITL p99, busy of quiet"
 
 
 class Ratio(NamedTuple):
-    """A figure of the second run in units of the first's: of the medians over rounds, and between their extremes."""
+    """A figure of the second run, or contender, in units of the first's: of the medians over rounds, and between their
+    extremes.
+    """
 
     contender: str
     load: str
@@ -49,6 +53,7 @@ def differences(first: Result, second: Result) -> list[str]:
         "loads": lambda run: run.loads,
         "stall": lambda run: run.stall,
         "cores": lambda run: run.machine.cores,
+        "engines with cores of their own": lambda run: run.pinned,
         "processor": lambda run: run.machine.processor,
         "accelerators": lambda run: run.machine.accelerators,
     }
@@ -77,6 +82,17 @@ def ratios(first: Result, second: Result) -> Iterator[Ratio]:
         stalled = stall_ratios(first, contender), stall_ratios(second, contender)
         if all(stalled):
             yield Ratio(contender, "stall", STALL_LOAD, Spread.of(stalled[0]), Spread.of(stalled[1]))
+
+
+def beside(result: Result, reference: str) -> Iterator[Ratio]:
+    """All other contenders in units of one, under every load that both have been asked under."""
+    for load in result.loads:
+        ones = runs(result, reference, load)
+        for contender in measured(result):
+            others = runs(result, contender, load)
+            if ones and others and contender != reference:
+                for figure, of in FIGURES.items():
+                    yield Ratio(contender, load.label, figure, Spread.of(map(of, ones)), Spread.of(map(of, others)))
 
 
 def measured(result: Result) -> list[str]:

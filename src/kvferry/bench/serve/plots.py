@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvferry.bench.serve.compare import measured, runs
+from kvferry.bench.serve.compare import FIGURES, REFERENCES, Ratio, beside, measured, runs
 from kvferry.bench.serve.figures import Row, StallRow, idle, rows, stall_rows
 from kvferry.bench.serve.result import LoadRun, Result
 
@@ -26,6 +26,9 @@ def plots(result: Result) -> dict[str, str]:
         if some:
             drawn[f"Latencies, {load.label}"] = _latencies(some)
             drawn[f"Parts of a request, {load.label}"] = _legs([row for row in rows(result) if row.load == load.label])
+    for reference in REFERENCES:
+        if ratios := list(beside(result, reference)):
+            drawn[f"In units of {reference}"] = _beside(ratios)
     if found := rows(result):
         drawn["Processor seconds per request"] = _stacked({f"{row.contender}, {row.load}": row.cpu_s for row in found})
     if resting := idle(result):
@@ -69,6 +72,24 @@ def _latencies(some: dict[str, list[LoadRun]]) -> str:
             panel.invert_yaxis()
             panel.set_xlabel(f"{title}; box: quartiles, whiskers: 1% and 99%" if panel is panels[0] else title)
             panel.set_xscale("log")
+            panel.grid(axis="x", alpha=0.3)
+    return _text(text)
+
+
+def _beside(ratios: Sequence[Ratio]) -> str:
+    """A panel for each figure, a line for each contender and load; 1 is the reference."""
+    names = list(dict.fromkeys(f"{one.contender}, {one.load}" for one in ratios))
+    with _figure(11, 0.9 + 0.3 * len(names), len(FIGURES)) as (panels, text):
+        for panel, figure in zip(panels, FIGURES, strict=True):
+            for one in (one for one in ratios if one.figure == figure):
+                at, ratio = names.index(f"{one.contender}, {one.load}"), one.ratio
+                panel.plot([ratio.least, ratio.most], [at, at], color="C0")
+                panel.plot([ratio.median], [at], "o", color="C0")
+            panel.axvline(1.0, color="0.5", linewidth=1)
+            panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
+            panel.set_ylim(len(names) - 0.5, -0.5)
+            panel.set_xscale("log")
+            panel.set_xlabel(figure.removesuffix(" ms"))
             panel.grid(axis="x", alpha=0.3)
     return _text(text)
 

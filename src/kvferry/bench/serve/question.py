@@ -27,6 +27,7 @@ class Question:
         warmups: requests before anything is measured, one after the other.
         idle_s: how long engines are watched doing nothing.
         start_s: how long they may take to start.
+        pinned: each engine has an equal share of the cores to itself.
         own_front: whether the project's gateway is in front of the project's engines, or vllm-router as for all others.
     """
 
@@ -43,6 +44,7 @@ class Question:
     warmups: int = 2
     idle_s: float = 5.0
     start_s: float = 300.0
+    pinned: bool = False
     own_front: bool = True
     percentiles: tuple[float, ...] = (99.0,)
     goodput_ms: Mapping[str, float] | None = None

@@ -127,6 +127,11 @@ def _method(result: Result) -> Iterator[str]:
         f"Model: {result.model.kv_bytes_per_token:,} bytes of KV cache per token, dtype {result.model.dtype}.",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result.versions.items()) + ".",
     ]
+    if result.pinned:
+        lines.append(
+            "Each engine with all its processes had an equal share of the cores to itself (taskset); what is in front "
+            "of engines, servers beside them and the client had all cores."
+        )
     if bounds:
         lines.append(f"A good request has: {bounds}.")
     if (stall := result.stall) is not None:

@@ -224,6 +224,7 @@ class Result(msgspec.Struct, frozen=True):
         interleaving: in words.
         goodput_ms: bounds of a good request.
         complete: nobody interrupted it.
+        pinned: each engine had an equal share of the cores to itself.
     """
 
     schema: int
@@ -243,3 +244,4 @@ class Result(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     contenders: tuple[Described, ...]
     turns: tuple[Turn, ...]
+    pinned: bool = False

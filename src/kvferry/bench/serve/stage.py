@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -94,7 +95,11 @@ class Stage:
         elif front is Front.ROUND_ROBIN:
             named = {"engine-0": (asked.prefill, self.contender.prefill), "engine-1": named["decode"]}
         devices = self._devices({name: layout for name, (layout, _) in named.items()})
-        return [self._spec(name, layout, side, devices[name]) for name, (layout, side) in named.items()]
+        specs = [self._spec(name, layout, side, devices[name]) for name, (layout, side) in named.items()]
+        if not asked.pinned:
+            return specs
+        shares = shared_cores(sorted(os.sched_getaffinity(0)), len(specs))
+        return [replace(spec, cores=share) for spec, share in zip(specs, shares, strict=True)]
 
     def _devices(self, layouts: dict[str, Layout]) -> dict[str, dict[str, str]]:
         """Variables that give each engine cards of its own; on CPU all engines share all cores."""
@@ -141,6 +146,18 @@ class Stage:
                 return Target(start_spreading(self._supervisor, specs, ports, _quiet))
         bootstrap = int(self._given[BOOTSTRAP]) if front is Front.ROUTER_MOONCAKE else None
         return Target(start_router(self._supervisor, specs[0], specs[1], ports, _quiet, bootstrap))
+
+
+def shared_cores(cores: Sequence[int], engines: int) -> list[tuple[int, ...]]:
+    """Cores for each of several engines, as many for one as for another.
+
+    Raises:
+        StartError: there is not one for each.
+    """
+    each = len(cores) // engines
+    if not each:
+        raise StartError(f"--pin: {engines} engines cannot each have one of {len(cores)} cores to itself")
+    return [tuple(cores[at * each : (at + 1) * each]) for at in range(engines)]
 
 
 def _quiet(_name: str, _waited: float) -> None:
