@@ -69,6 +69,7 @@ class StandIn:
         faults: one for each request to come that generates; None for a good answer.
         tokens_before_half: streamed before it breaks off.
         gate: where it is set, a good answer waits for it.
+        late: where it is set, an answer that is no stream is computed and then waits for it.
         seen: what arrived and generates.
         left: how many requests were given up by the other side before they were answered.
         hanging: is set while a request hangs.
@@ -79,6 +80,7 @@ class StandIn:
     ledger: dict[tuple[str, int], StandIn] = field(default_factory=dict)
     faults: deque[str | None] = field(default_factory=deque)
     gate: asyncio.Event | None = None
+    late: asyncio.Event | None = None
     seen: list[Seen] = field(default_factory=list)
     left: int = 0
     fetched: int = 0
@@ -248,6 +250,8 @@ class StandIn:
                 writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer[:20])
                 await writer.drain()
                 return False
+            if self.late is not None:
+                await self.late.wait()
             return await _send(writer, 200, answer)
         return await self._stream(shape, fault, writer)
 

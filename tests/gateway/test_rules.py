@@ -337,6 +337,55 @@ def test_with_streaming_decode_is_asked_while_prefill_computes():
     run(scenario())
 
 
+STREAMED = body_of(TEXT, stream=True, stream_options={"include_usage": True})
+
+
+def test_with_streaming_the_first_byte_does_not_wait_for_prefills_answer_but_the_usage_does():
+    async def scenario():
+        async with stage(streaming=True) as s:
+            s.prefill[0].late = asyncio.Event()
+            async with s.client.post(s.url + TEXT, json=STREAMED) as answer:
+                first = await answer.content.readany()
+                assert b'"text"' in first
+                s.prefill[0].late.set()
+                rest = await answer.content.read()
+            own = len(json.dumps(STREAMED["prompt"])) // 4 // 2
+            assert f'"cached_tokens":{own}'.encode() in (first + rest).replace(b" ", b"")
+            assert s.decode[0].fetched == 1
+            assert b"plain_decodes_total{" not in (await s.get("/metrics")).body
+
+    run(scenario())
+
+
+def test_with_streaming_an_answer_does_not_wait_for_a_prefill_that_nobody_needs():
+    async def computed_here(_):
+        return False
+
+    async def scenario():
+        async with stage(streaming=True) as s:
+            s.prefill[0].gate, s.decode[0]._fetch = asyncio.Event(), computed_here
+            answer = await s.post(TEXT, STREAMED)
+            assert (answer.status, answer.events[-1]) == (200, "[DONE]")
+            assert s.decode[0].fetched == 0
+            await s.settled(lambda: s.prefill[0].left == 1)
+            assert b'plain_decodes_total{reason="prefill_late"} 1.0' in (await s.get("/metrics")).body
+            await s.settled(lambda: s.grants == 0)
+
+    run(scenario())
+
+
+def test_with_streaming_a_client_that_leaves_ends_a_prefill_that_has_not_answered():
+    async def scenario():
+        async with stage(streaming=True) as s:
+            s.prefill[0].late = asyncio.Event()
+            s.decode[0].faults.append("hang between")
+            async with s.client.post(s.url + TEXT, json=STREAMED) as answer:
+                await answer.content.readany()
+            await s.settled(lambda: s.prefill[0].left == 1 and s.decode[0].left == 1)
+
+    run(scenario())
+
+
 def test_with_streaming_a_prefill_that_was_restarted_unnoticed_is_survived_and_counted():
     """Decode looks for the transfer at an incarnation that is gone; what the new one holds is nobody's."""
 

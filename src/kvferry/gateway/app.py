@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import Raw
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -127,14 +128,16 @@ class Generate:
         except TimeoutError:
             raise ApiError(504, f"there was no answer within {gateway.settings.deadline:g} s") from None
         choices = max(1, bodies.integer(body.get("n")) or 1)
-        merge = Merge(self.endpoint, exchange.request_id, choices, [job.cached for job in exchange.jobs])
+        cached = [job.cached for job in exchange.jobs]
+        merge = Merge(self.endpoint, exchange.request_id, choices, cached)
         whole = [one.whole for one in opened if one.whole is not None]
         if len(whole) == len(opened):
+            cached[:] = [await gateway.cached(job) for job in exchange.jobs]
             await Response(merge.answers(whole), headers=JSON)(exchange.scope, exchange.receive, exchange.send)
         elif whole:
             raise ApiError(502, "instances answered in different ways")
         else:
-            await self._stream(exchange, opened, merge)
+            await self._stream(gateway, exchange, opened, cached, merge)
 
     def _jobs(self, exchange: Exchange, body: Body) -> list[Job]:
         """One for each prompt."""
@@ -146,10 +149,19 @@ class Generate:
             for name, part in (parts or {exchange.request_id: body}).items()
         ]
 
-    async def _stream(self, exchange: Exchange, opened: Sequence[Opened], merge: Merge) -> None:
+    async def _stream(
+        self,
+        gateway: Dispatcher,
+        exchange: Exchange,
+        opened: Sequence[Opened],
+        cached: list[Raw | None],
+        merge: Merge,
+    ) -> None:
         async def pump(part: int) -> None:
             events = opened[part].first
             while events:
+                if self.endpoint.cached.encode() in events:
+                    cached[part] = await gateway.cached(exchange.jobs[part])
                 if passed := merge.events(part, events):
                     await exchange.piece(passed)
                 events = await anext(opened[part].rest, b"")

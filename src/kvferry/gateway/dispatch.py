@@ -32,6 +32,7 @@ from kvferry.protocol.messages import Offer, Transfer
 
 RANK_HEADER = "X-data-parallel-rank"
 RETRY_BURST = 10.0
+PREFILL_PATIENCE_S = 1.0
 BROKEN = (BrokenAnswerError, aiohttp.ClientError, OSError)
 """What reading an instance's answer may raise: it is not what it must be, or did not come; a time-out is an OSError."""
 
@@ -55,6 +56,7 @@ class Job:
         resources: what must be closed when the answer has ended, or has lost its client.
         alone: why decode computes the prompt itself; None while both legs are to be sent.
         cached: what prefill says of it, see ``answers.corrected``.
+        prefilling: ends with prefill's answer, where decode's began before it.
         prefill, decode, retries, prefill_s: what became of it.
         tried: ranks that failed it.
     """
@@ -65,6 +67,7 @@ class Job:
     resources: contextlib.ExitStack
     alone: str | None = None
     cached: Raw | None = None
+    prefilling: asyncio.Task[None] | None = None
     prefill: str = "-"
     decode: str = "-"
     retries: Counter[Role] = field(default_factory=Counter)
@@ -159,13 +162,19 @@ class BothAtOnce:
                 legs.release(held.parameters)
                 legs.leave_to_decode(job, "restarted")
 
-        tasks = (asyncio.create_task(prefill()), asyncio.create_task(legs.decode(job, grant)))
+        tasks = prefilling, decoding = asyncio.create_task(prefill()), asyncio.create_task(legs.decode(job, grant))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not decoding.done() and prefilling.exception() is None:
+                await asyncio.wait([decoding])
+            if not prefilling.done() and decoding.exception() is None:
+                legs.leave_prefilling(job, prefilling)
+                return decoding.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            failed, opened = await asyncio.gather(*tasks, return_exceptions=True)
+            if job.prefilling is None:
+                for task in tasks:
+                    task.cancel()
+                failed, opened = await asyncio.gather(*tasks, return_exceptions=True)
         if isinstance(opened, Opened):
             if failed:
                 legs.leave_to_decode(job, "prefill_failed")
@@ -243,6 +252,28 @@ class Dispatcher:
         pause = self.settings.backoff * 2 ** job.retries[leg] * random.uniform(0.5, 1.0)
         job.retries[leg] += 1
         await asyncio.sleep(pause)
+
+    def leave_prefilling(self, job: Job, prefilling: asyncio.Task[None]) -> None:
+        """Decode has begun to answer; that prefill has not ends with the job at the latest, and is no failure of it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self.leave_to_decode(job, "prefill_failed")
+
+        job.prefilling = prefilling
+        prefilling.add_done_callback(ended)
+        job.resources.callback(prefilling.cancel)
+
+    async def cached(self, job: Job) -> Raw | None:
+        """What prefill says was cached, once it has answered. What decode took from prefill was computed by then, so
+        only an answer that is not needed is waited for in vain, and not for long.
+        """
+        if job.prefilling is not None and not job.prefilling.done():
+            await asyncio.wait([job.prefilling], timeout=PREFILL_PATIENCE_S)
+            if not job.prefilling.done():
+                job.prefilling.cancel()
+                self.leave_to_decode(job, "prefill_late")
+        return job.cached
 
     def leave_to_decode(self, job: Job, reason: str) -> None:
         """Decode has to prefill this prompt; never silently."""
