@@ -52,6 +52,17 @@ def test_instances_are_added_and_removed_at_run_time(tmp_path):
     run(scenario())
 
 
+def test_a_shared_file_that_cannot_be_read_ends_no_probing(tmp_path):
+    async def scenario():
+        async with stage(decode=2, probe_interval=0.01, shared_file=str(tmp_path / "members")) as s:
+            (tmp_path / "members").write_text("[not JSON")
+            await s.decode[1].shut()
+            await s.settled(lambda: not s.gateway.fleet.instances[s.decode[1].url].up)
+            assert (await s.post("/v1/completions", BODIES["/v1/completions"])).status == 200
+
+    run(scenario())
+
+
 def test_a_late_joiner_is_used_when_it_comes():
     async def scenario():
         async with stage() as s:

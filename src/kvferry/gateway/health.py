@@ -298,7 +298,11 @@ class Fleet:
         file = self._settings.shared_file
         if file is None or not os.path.exists(file):
             return
-        members = msgspec.json.decode(Path(file).read_bytes(), type=list[tuple[InstanceSpec, bool]])
+        try:
+            members = msgspec.json.decode(Path(file).read_bytes(), type=list[tuple[InstanceSpec, bool]])
+        except (OSError, msgspec.DecodeError) as error:
+            logger.warning("the instances in %s cannot be read, so they stay as they are: %s", file, error)
+            return
         for url in self.instances.keys() - {spec.url for spec, _ in members}:
             self.remove(url)
         for spec, draining in members:
