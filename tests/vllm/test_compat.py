@@ -82,10 +82,22 @@ def test_a_vllm_outside_the_window_is_refused_with_the_window(monkeypatch, versi
         require_supported(_make_engine())
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_by_flag(name):
-    with pytest.raises(UnsupportedError, match=f"{name} > 1"):
-        require_supported(_make_engine(**{name: 2}))
+CONTEXT = [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}]
+
+
+@pytest.mark.parametrize("sizes", CONTEXT, ids=str)
+def test_context_parallelism_is_refused_where_specs_do_not_say_what_it_shares_out(monkeypatch, sizes):
+    monkeypatch.setattr(vllm, "__version__", "0.30.2")
+    require_supported(_make_engine())
+    with pytest.raises(UnsupportedError, match=r"context parallelism from vLLM 0\.31 on"):
+        require_supported(_make_engine(**sizes))
+
+
+@pytest.mark.parametrize("sizes", CONTEXT, ids=str)
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.1"])
+def test_context_parallelism_is_served_from_then_on(monkeypatch, version, sizes):
+    monkeypatch.setattr(vllm, "__version__", version)
+    require_supported(_make_engine(**sizes))
 
 
 def test_staging_in_host_memory_is_refused(monkeypatch):
@@ -116,6 +128,6 @@ def test_every_reason_is_given_at_once(monkeypatch):
     engine = _make_engine(scales=True, encoder=True, decode_context_parallel_size=2, prefill_context_parallel_size=2)
     with pytest.raises(UnsupportedError) as refused:
         require_supported(engine, _groups(host_resident=True))
-    assert str(refused.value).count(";") >= 6
-    for word in ("0.29.1", "decode_context", "prefill_context", "calculate-kv-scales", "encoder", "HiSparse"):
+    assert str(refused.value).count(";") >= 5
+    for word in ("0.29.1", "decode_context_parallel_size", "calculate-kv-scales", "encoder", "HiSparse"):
         assert word in str(refused.value)
