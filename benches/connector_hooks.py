@@ -41,7 +41,9 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def make_half(role: str) -> SchedulerHalf:
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1, data_parallel_index=0
+    )
     transfer = SimpleNamespace(
         is_kv_producer=role == "kv_producer",
         is_kv_consumer=role == "kv_consumer",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, WorkerShards, heads_of_rank
+from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, TokenShare, WorkerShards, heads_of_rank
 
 FINGERPRINT = Fingerprint(model="tiny-qwen2", protocol=1, software="0.32")
 LAYER_BYTES = 1 << 24
@@ -36,8 +36,14 @@ def make_shard(**changes: Any) -> LayerShard:
     return LayerShard(**shape)
 
 
-def make_engine(tp: int, stages: Sequence[int], heads: int = 4, **changes: Any) -> EngineLayout:
-    """An engine of ``tp`` ranks x ``len(stages)`` stages; stage ``i`` holds ``stages[i]`` layers."""
+def make_engine(
+    tp: int, stages: Sequence[int], heads: int = 4, context: tuple[int, int] = (1, 1), **changes: Any
+) -> EngineLayout:
+    """An engine of ``tp`` ranks x ``len(stages)`` stages; stage ``i`` holds ``stages[i]`` layers.
+
+    ``context``: ranks that share out the tokens, and how many at a time.
+    """
+    size, interleave = context
     workers: list[WorkerShards] = []
     for pp_rank, count in enumerate(stages):
         first = sum(stages[:pp_rank])
@@ -49,6 +55,7 @@ def make_engine(tp: int, stages: Sequence[int], heads: int = 4, **changes: Any) 
                     heads=heads_of_rank(heads, tp, tp_rank),
                     total_heads=heads,
                     address=base + layer * LAYER_BYTES,
+                    share=TokenShare(size, tp_rank % size, interleave),
                     **changes,
                 )
                 for layer in range(first, first + count)

@@ -79,6 +79,39 @@ def test_unequal_blocks_are_refused_where_tokens_are_not_separable(changes: dict
     assert compatibility(one) != compatibility(other)
 
 
+CONTEXTS = [(1, 1), (2, 1), (2, 16), (4, 4), (4, 16)]
+"""Context parallel ranks, and tokens that each takes at a time."""
+
+
+def test_context_parallelism_may_differ_where_tokens_are_separable() -> None:
+    """Number of ranks, interleave and block size."""
+    engines = [make_engine(4, (2,), 1, context, block_tokens=size) for context in CONTEXTS for size in (16, 48)]
+    assert not [reason for one in engines for other in engines for reason in check(one, other)]
+    assert len({compatibility(engine) for engine in engines}) == 1
+
+
+def test_opaque_blocks_pair_where_they_hold_the_same_tokens() -> None:
+    """Shared out alike, or a block at a time, when each block holds a run of tokens as it does without sharing."""
+    engines = {context: make_engine(4, (1,), 1, context, opaque=True) for context in CONTEXTS}
+    runs = {context for context in CONTEXTS if context == (1, 1) or context[1] == 16}
+    for one, producer in engines.items():
+        for other, consumer in engines.items():
+            if one == other or {one, other} <= runs:
+                assert check(producer, consumer) == []
+                assert compatibility(producer) == compatibility(consumer)
+            else:
+                words = ("--decode-context-parallel-size", "--cp-kv-cache-interleave-size", "separably")
+                _assert_only_reason(check(producer, consumer), *words)
+                assert compatibility(producer) != compatibility(consumer)
+
+
+def test_blocks_that_are_loaded_to_their_end_are_counted_over_all_ranks() -> None:
+    """2 ranks with 16 tokens each fill one block of 32, and do not fill one of 16."""
+    two = make_engine(2, (1,), 1, (2, 4), whole=True)
+    assert check(two, make_engine(1, (1,), 1, whole=True, block_tokens=32)) == []
+    _assert_only_reason(check(two, make_engine(1, (1,), 1, whole=True)), "16 x 2 ranks (4 at a time) and 16 tokens")
+
+
 def test_missing_layer_is_refused() -> None:
     """A layer that only the consumer has cannot be loaded; one that only the producer has is not asked for."""
     short, long = make_engine(2, (1, 1)), make_engine(2, (1, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
-from kvferry.geometry import NULL_BLOCK, Descriptors, LayerShard, Piece, Span, descriptors
+from kvferry.geometry import NULL_BLOCK, Descriptors, LayerShard, Piece, Span, TokenShare, descriptors
 
 from .layouts import make_shard
 
@@ -62,6 +62,14 @@ def _spans(draw: st.DrawFn, total: int) -> Span:
 
 
 @st.composite
+def _shares(draw: st.DrawFn, block: int, step: int = 1) -> TokenShare:
+    """A context parallel rank of any number; what it holds at a time divides its block and is a multiple of ``step``"""
+    size = draw(st.integers(1, 3))
+    interleave = draw(st.sampled_from([at for at in range(step, block + 1, step) if block % at == 0]))
+    return TokenShare(size, draw(st.integers(0, size - 1)), interleave)
+
+
+@st.composite
 def _block_lists(draw: st.DrawFn, shard: LayerShard, stop: int, holes: set[int]) -> list[int]:
     """Ids for the tokens before ``stop`` and perhaps more, in any order; null where a token of ``holes`` lies."""
     size = shard.manager_block_tokens
@@ -82,13 +90,17 @@ def _requests(draw: st.DrawFn) -> Request:
         names = [f"model.layers.{group}.{layer}" for layer in range(draw(st.integers(1, 3)))]
         cell, size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
         split = draw(st.integers(1, 2))
-        sizes.append(size)
+        # Tokens of a slab are the same on both sides if they are shared out alike, or if they are a run anyway.
+        shared = draw(_shares(size * split)) if draw(st.booleans()) else None
         # A sliding window: the consumer holds no blocks before it, the producer may have dropped those too.
         window = draw(st.integers(0, stop))
         sides: dict[str, list[LayerShard]] = {}
         for side, its_group in (("local", group), ("remote", groups - 1 - group)):
             tokens = size if opaque else draw(st.integers(1, 6))
             its_split = split if opaque else draw(st.integers(1, 2))
+            share = (
+                draw(_shares(tokens * its_split, tokens if opaque else 1)) if shared is None or not opaque else shared
+            )
             sides[side] = _make_layers(
                 names,
                 order="HND" if opaque else draw(st.sampled_from(["HND", "NHD"])),
@@ -100,12 +112,14 @@ def _requests(draw: st.DrawFn) -> Request:
                 block_tokens=tokens,
                 split=its_split,
                 num_blocks=(stop // (tokens * its_split) + 5) * its_split,
+                share=share,
                 opaque=opaque,
                 group=its_group,
                 memory=draw(st.sampled_from(["DRAM", "VRAM"])),
                 device=draw(st.integers(0, 1)),
             )
         local, remote = sides["local"][0], sides["remote"][0]
+        sizes += [local.manager_block_tokens, remote.manager_block_tokens]
         mine = draw(_block_lists(local, stop, set(range(window))))
         gone = [at for at in range(stop) if mine[at // local.manager_block_tokens] == NULL_BLOCK]
         theirs = draw(_block_lists(remote, stop, set()))
@@ -129,12 +143,33 @@ def _requests(draw: st.DrawFn) -> Request:
     )
 
 
-def _cell(shard: LayerShard, ids: list[int], head: int, token: int) -> int | None:
+def _place(shard: LayerShard, token: int) -> tuple[int, int] | None:
+    """Position in the block list, and in the worker's block, by vLLM's formula; None of another rank's token."""
+    size, rank, interleave = shard.share
+    position, offset = divmod(token, shard.block_tokens * shard.split * size)
+    if offset // interleave % size != rank:
+        return None
+    return position, offset // (size * interleave) * interleave + offset % interleave
+
+
+def _cell(shard: LayerShard, ids: list[int], head: int, place: tuple[int, int]) -> int | None:
     """Address of a cell by the definition in ``LayerShard``, or None in a null block."""
-    block = ids[token // shard.manager_block_tokens]
-    kernel_block = block * shard.split + token % shard.manager_block_tokens // shard.block_tokens
+    block, at = ids[place[0]], place[1]
+    kernel_block = block * shard.split + at // shard.block_tokens
     offset = kernel_block * shard.block_stride + (head - shard.heads.start) * shard.head_stride
-    return None if block == NULL_BLOCK else shard.address + offset + token % shard.block_tokens * shard.token_stride
+    return None if block == NULL_BLOCK else shard.address + offset + at % shard.block_tokens * shard.token_stride
+
+
+def _moving(shard: LayerShard, tokens: Span) -> list[int]:
+    """What of ``tokens`` the worker holds; in opaque slabs, all that is in a slab with one of them."""
+    if not tokens:
+        return []
+    held = {token: place for token in range(tokens.stop + 200) if (place := _place(shard, token)) is not None}
+    if not shard.opaque:
+        return [token for token in range(*tokens) if token in held]
+    slabs = {token: (at, offset // shard.block_tokens) for token, (at, offset) in held.items()}
+    wanted = {slabs[token] for token in range(*tokens) if token in slabs}
+    return [token for token, slab in slabs.items() if slab in wanted]
 
 
 def _naive(request: Request) -> ByteMap:
@@ -142,15 +177,14 @@ def _naive(request: Request) -> ByteMap:
     moved: ByteMap = {}
     for piece in request.pieces:
         local, remote = piece.local, piece.remote
-        start, stop = request.tokens
-        if local.opaque:
-            stop = -(-stop // local.block_tokens) * local.block_tokens if start < stop else stop
         for head in range(*piece.heads):
-            for token in range(start, stop):
-                to = _cell(local, request.local_blocks[local.group], head, token)
-                if to is None:
+            for token in _moving(local, request.tokens):
+                here, there = _place(local, token), _place(remote, token)
+                assert here is not None
+                to = _cell(local, request.local_blocks[local.group], head, here)
+                if to is None or there is None:
                     continue
-                source = _cell(remote, request.remote_blocks[remote.group], head, token)
+                source = _cell(remote, request.remote_blocks[remote.group], head, there)
                 assert source is not None, "the strategy made a request that cannot be served"
                 for byte in range(local.cell_bytes):
                     moved[(local.memory, local.device, remote.memory, remote.device), to + byte] = source + byte
@@ -195,9 +229,8 @@ def test_ranges_are_merged_as_far_as_possible(request_: Request) -> None:
 @given(_requests(), st.data())
 def test_token_ranges_add_up(request_: Request, data: st.DataObject) -> None:
     """Reading a request in two parts moves the same bytes as reading it at once."""
-    unit = int(
-        np.lcm.reduce([piece.local.block_tokens if piece.local.opaque else 1 for piece in request_.pieces] or [1])
-    )
+    sizes = [shard.manager_block_tokens for piece in request_.pieces for shard in (piece.local, piece.remote)]
+    unit = int(np.lcm.reduce(sizes)) if any(piece.local.opaque for piece in request_.pieces) else 1
     cut = data.draw(st.integers(request_.tokens.start, request_.tokens.stop))
     cut = max(request_.tokens.start, cut - cut % unit)
     parts = [
@@ -234,6 +267,50 @@ def test_layers_stored_side_by_side_merge() -> None:
     remote = _make_layers(names, order="HND", layers_outermost=False, address=1 << 20, **shape)
     pieces = [piece for one, other in zip(local, remote, strict=True) for piece in _one_piece(one, other)]
     assert descriptors(pieces, [[3, 5]], [[1, 7]], Span(0, 32))[PLACE].sizes.tolist() == [4 * 1024] * 2
+
+
+def _shared(share: tuple[int, int, int], **changes: Any) -> LayerShard:
+    return make_shard(heads=Span(0, 1), total_heads=1, share=share, **changes)
+
+
+def test_ranks_that_share_tokens_alike_move_as_many_ranges_as_without() -> None:
+    """Their tokens lie apart in the prompt and next to each other in the cache: consecutive blocks are one range."""
+    pieces = _one_piece(_shared((4, 1, 1)), _shared((4, 1, 1), address=1 << 20))
+    ranges = descriptors(pieces, [[3, 4, 5]], [[1, 2, 3]], Span(0, 3 * 64))[PLACE]
+    assert ranges.sizes.tolist() == [3 * 16 * 32]
+
+
+@pytest.mark.parametrize(("interleave", "ranges"), [(1, 64), (4, 16), (16, 4)])
+def test_unequal_shares_move_in_ranges_of_an_interleave(interleave: int, ranges: int) -> None:
+    """So an interleave as long as a block costs one range for each."""
+    pieces = _one_piece(_shared((1, 0, 1), num_blocks=12), _shared((2, 1, interleave), address=1 << 20))
+    found = descriptors(pieces, [[3, 5, 7, 6]], [[*range(1, 9)]], Span(0, 128))[PLACE]
+    assert (len(found), found.bytes) == (ranges, 64 * 32)
+
+
+def test_a_prompt_too_short_for_a_rank_is_no_range() -> None:
+    """Of 16 tokens, 16 at a time, the second rank has none, and needs no block for it."""
+    pieces = _one_piece(_shared((1, 0, 1)), _shared((2, 1, 16)))
+    assert len(descriptors(pieces, [[1]], [[1]], Span(0, 16))[PLACE]) == 0
+
+
+@pytest.mark.parametrize("shares", [((2, 1, 1), (1, 0, 1)), ((1, 0, 1), (2, 1, 1)), ((2, 1, 4), (2, 1, 8))], ids=str)
+def test_opaque_blocks_of_other_tokens_are_refused(shares: tuple[tuple[int, int, int], tuple[int, int, int]]) -> None:
+    """The check refuses such a pair; should it get here all the same, nothing moves."""
+    local, remote = (_shared(share, opaque=True) for share in shares)
+    with pytest.raises(LayoutError, match="opaque blocks hold"):
+        descriptors(_one_piece(local, remote), [[1, 2]], [[1, 2]], Span(0, 32))
+
+
+@pytest.mark.parametrize("remote", [((1, 0, 1), 32), ((2, 1, 16), 16), ((2, 1, 8), 16)], ids=str)
+def test_blocks_that_are_loaded_to_their_end_are_so_on_every_rank(remote: tuple[tuple[int, int, int], int]) -> None:
+    """A prompt that ends before a rank's part of the last block: what the producer has there is loaded all the same."""
+    share, size = remote
+    local, there = _shared((2, 1, 16), whole=True), _shared(share, whole=True, block_tokens=size)
+    common = 16 if share != (2, 1, 8) else 8
+    assert descriptors(_one_piece(local, there), [[1]], [[1]], Span(0, 3))[PLACE].bytes == common * 32
+    with pytest.raises(LayoutError, match="blocks of 16 tokens do not fill one of 32"):
+        descriptors(_one_piece(local, _shared((1, 0, 1), whole=True)), [[1]], [[1]], Span(0, 3))
 
 
 def test_nothing_to_move_is_no_range() -> None:
@@ -322,13 +399,14 @@ WIRE = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1), st.sampled_from(
     ),
     st.lists(st.lists(WIRE, max_size=4), max_size=3),
     st.booleans(),
+    st.one_of(st.just((1, 0, 1)), st.tuples(WIRE, WIRE, WIRE), st.tuples(*[st.integers(0, 8)] * 3)),
 )
 def test_nothing_a_peer_sends_raises_anything_but_a_layout_error(
-    changes: dict[str, int], blocks: list[list[int]], opaque: bool
+    changes: dict[str, int], blocks: list[list[int]], opaque: bool, share: tuple[int, int, int]
 ) -> None:
     """Any numbers in the remote shard and any block ids give ranges inside the remote shard, or LayoutError."""
     try:
-        remote = make_shard(opaque=opaque, **changes)
+        remote = make_shard(opaque=opaque, share=share, **changes)
     except ValueError:
         return
     pieces = _one_piece(make_shard(opaque=opaque), remote)

@@ -49,6 +49,12 @@ def test_split_blocks_are_counted_as_the_cache_manager_does() -> None:
     assert (shard.manager_blocks, shard.manager_block_tokens) == (2, 64)
 
 
+def test_a_block_id_stands_for_the_tokens_of_all_context_parallel_ranks() -> None:
+    """3 ranks with blocks of 2 x 16 tokens each: the cache manager counts 96."""
+    shard = make_shard(split=2, share=(3, 1, 4))
+    assert (shard.manager_blocks, shard.held_block_tokens, shard.manager_block_tokens) == (4, 32, 96)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -77,6 +83,14 @@ def test_split_blocks_are_counted_as_the_cache_manager_does() -> None:
         {"block_tokens": 1, "token_stride": 2**63, "head_stride": 0, "block_stride": 0},
         {"block_tokens": 2**63, "token_stride": 0},
         {"total_heads": 2**63},
+        {"share": (0, 0, 1)},
+        {"share": (2, 2, 1)},
+        {"share": (2, -1, 1)},
+        {"share": (2, 0, 0)},
+        {"share": (2, 0, 5)},
+        {"share": (2, 0, 32)},
+        {"share": (2**62, 0, 1)},
+        {"share": (2, 0, 1), "kind": "state", "token_stride": 0},
     ],
     ids=str,
 )

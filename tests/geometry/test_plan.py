@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,66 @@ def _read_heads(read_plan: ReadPlan) -> Counter[tuple[str, int]]:
 
 def _own_heads(worker: WorkerShards) -> Counter[tuple[str, int]]:
     return Counter((shard.layer, head) for shard in worker.shards for head in range(*shard.heads))
+
+
+@st.composite
+def _contexts(draw: st.DrawFn, heads: int) -> EngineLayout:
+    """An engine of one layer with any context parallelism, inside the ranks that hold the same heads."""
+    size, interleave = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 3, 4, 6, 12, 24]))
+    tp = heads * size * draw(st.integers(1, 2)) if size > 1 else draw(st.integers(1, 6))
+    return make_engine(tp, (1,), heads, (size, interleave), block_tokens=24)
+
+
+@st.composite
+def _context_pairs(draw: st.DrawFn) -> tuple[EngineLayout, EngineLayout]:
+    heads = draw(st.integers(1, 3))
+    return draw(_contexts(heads)), draw(_contexts(heads))
+
+
+PERIOD = 24 * 4 * 3
+"""Tokens after which every engine of ``_contexts`` deals them out as before."""
+
+
+@given(_context_pairs())
+def test_every_local_token_is_read_exactly_once(pair: tuple[EngineLayout, EngineLayout]) -> None:
+    """Numbers of ranks and interleaves that do not divide each other: each (head, token) from one that holds it."""
+    producer, consumer = pair
+    tokens = np.arange(PERIOD)
+    assert check(producer, consumer) == []
+    for worker in consumer.workers:
+        (local,) = worker.shards
+        read = np.zeros((local.total_heads, PERIOD), np.int64)
+        for index, pieces in plan(producer, worker).reads.items():
+            for piece in pieces:
+                assert piece.remote in producer.workers[index].shards
+                common = local.share.holds(tokens) & piece.remote.share.holds(tokens)
+                assert common.any(), "nothing could ever be read there"
+                read[slice(*piece.heads)] += common
+        own = np.zeros_like(read)
+        own[slice(*local.heads)] += local.share.holds(tokens)
+        assert (read == own).all()
+
+
+@pytest.mark.parametrize("consumer", [1, 2, 4])
+@pytest.mark.parametrize("producer", [1, 2, 4])
+def test_readers_spread_over_replicas_of_a_share(producer: int, consumer: int) -> None:
+    """With as many readers as holders, every holder is read by as many as any other."""
+    there, here = make_engine(4, (1,), 1, (producer, 4)), make_engine(4, (1,), 1, (consumer, 4))
+    sources = Counter(index for worker in here.workers for index in plan(there, worker).reads)
+    assert sorted(sources) == [0, 1, 2, 3]
+    assert len(set(sources.values())) == 1
+
+
+def test_a_share_that_nobody_holds_is_refused() -> None:
+    """A producer without one of its context parallel ranks, and one whose ranks do not agree on how to share."""
+    engine = make_engine(4, (1,), 1, (4, 1))
+    reader = make_engine(1, (1,), 1)
+    missing = replace(engine, workers=engine.workers[1:])
+    mixed = replace(engine, workers=(*engine.workers[:3], make_engine(4, (1,), 1, (4, 2)).workers[3]))
+    for holed in (missing, mixed):
+        assert any("do not hold all tokens" in reason for reason in check(holed, reader))
+        with pytest.raises(LayoutError, match="some of the tokens"):
+            plan(holed, reader.workers[0])
 
 
 @given(_pairs())

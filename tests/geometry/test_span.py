@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.geometry import Span, heads_of_rank
+from kvferry.geometry import Span, TokenShare, heads_of_rank
 
 SIZES = st.integers(1, 24)
 SPANS = st.builds(Span, st.integers(0, 40), st.integers(0, 40))
@@ -72,3 +73,86 @@ def test_impossible_ranks_are_refused(heads: int, tp: int, rank: int) -> None:
     """A size below one or a rank outside the group is an error, not an empty range."""
     with pytest.raises(ValueError, match="no heads for"):
         heads_of_rank(heads, tp, rank)
+
+
+CONTEXTS = st.tuples(st.integers(1, 5), st.integers(1, 6))
+"""Number of ranks, and tokens that each takes at a time."""
+
+TOKENS = 300
+"""More than two of the above take to repeat."""
+
+
+def _shares(context: tuple[int, int]) -> list[TokenShare]:
+    size, interleave = context
+    return [TokenShare(size, rank, interleave) for rank in range(size)]
+
+
+def _held(share: TokenShare) -> list[int]:
+    return np.flatnonzero(share.holds(np.arange(TOKENS))).tolist()
+
+
+@given(CONTEXTS)
+def test_each_token_is_in_exactly_one_share(context: tuple[int, int]) -> None:
+    """Round and round, as many at a time as the interleave says."""
+    size, interleave = context
+    held = [_held(share) for share in _shares(context)]
+    assert sorted(token for tokens in held for token in tokens) == list(range(TOKENS))
+    assert held[0][:interleave] == list(range(interleave))
+    assert held[-1][0] == (size - 1) * interleave
+
+
+@given(CONTEXTS, st.integers(1, 4))
+def test_a_token_comes_where_vllm_puts_it(context: tuple[int, int], factor: int) -> None:
+    """By the formula, in the names, of its slot mapping: at which offset in which block of the request's."""
+    size, interleave = context
+    block_size = factor * interleave
+    virtual_block_size = block_size * size
+    for share in _shares(context):
+        for token in _held(share):
+            offset = token % virtual_block_size
+            assert offset // interleave % size == share.rank
+            local_offset = offset // (size * interleave) * interleave + offset % interleave
+            assert divmod(share.place(token), block_size) == (token // virtual_block_size, local_offset)
+
+
+@given(CONTEXTS)
+def test_places_count_what_is_held(context: tuple[int, int]) -> None:
+    """``place`` numbers the tokens of a share through, ``position`` undoes it, and ``before`` counts them."""
+    for share in _shares(context):
+        held = np.array(_held(share))
+        assert share.place(held).tolist() == list(range(len(held)))
+        assert (share.position(share.place(held)) == held).all()
+        assert [share.before(token) for token in range(TOKENS)] == np.searchsorted(held, np.arange(TOKENS)).tolist()
+
+
+@given(CONTEXTS, CONTEXTS)
+def test_shares_meet_where_both_hold_a_token(one: tuple[int, int], other: tuple[int, int]) -> None:
+    """Two sizes, interleaves that do not divide each other: found by counting."""
+    for share in _shares(one):
+        held = set(np.flatnonzero(share.holds(np.arange(1000))).tolist())
+        for theirs in _shares(other):
+            common = held & set(np.flatnonzero(theirs.holds(np.arange(1000))).tolist())
+            assert share.meets(theirs) == theirs.meets(share) == bool(common)
+
+
+@given(CONTEXTS, st.integers(1, 12))
+def test_what_lies_between_two_steps_is_of_one_block_and_one_share(context: tuple[int, int], block: int) -> None:
+    """So that a read may be cut there, and nowhere else."""
+    for share in _shares(context):
+        step = share.step(block)
+        for start in range(0, TOKENS, step):
+            tokens = np.arange(start, start + step)
+            held = share.holds(tokens)
+            assert held.all() or not held.any()
+            if held.all():
+                places = share.place(tokens)
+                assert places.tolist() == list(range(places[0], places[0] + step))
+                assert places[0] // block == places[-1] // block
+
+
+@given(CONTEXTS, st.integers(1, 12))
+def test_a_share_is_consecutive_where_blocks_hold_runs(context: tuple[int, int], block: int) -> None:
+    for share in _shares(context):
+        blocks = np.array(_held(share)[: TOKENS // 5 // block * block]).reshape(-1, block)
+        runs = bool((np.diff(blocks, axis=1) == 1).all())
+        assert share.consecutive(block) == runs

@@ -5,6 +5,7 @@ What is written and expected goes through vLLM's logical views, never through sh
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -27,6 +29,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.geometry import EngineLayout, Fingerprint, WorkerShards
 from kvferry.vllm.cache_view import shards_of
+
+from .slots import slot_mapping
 
 NULL = 0
 SEED = 20240607
@@ -44,6 +48,9 @@ class Kind:
         backend: whose name the layers' attention backend has.
         projections: of a convolution: channels of each over all ranks, and whether every rank holds all of them.
         tp: the sizes that it is cut into.
+        dcp: the most ranks that share out tokens, on each side; fewer where fewer hold the same heads.
+        interleave: tokens that such a rank takes at a time.
+        pcp: ranks of prefill context parallelism, on each side.
     """
 
     name: str
@@ -52,6 +59,9 @@ class Kind:
     backend: str = "FLASH_ATTN"
     projections: tuple[tuple[int, bool], ...] = ()
     tp: tuple[int, ...] = (1, 2, 3)
+    dcp: tuple[int, int] = (1, 1)
+    interleave: tuple[int, int] = (1, 1)
+    pcp: tuple[int, int] = (1, 1)
     block_tokens: tuple[int, int] = (16, 16)
     layouts: tuple[KVCacheLayout, KVCacheLayout] = (KVCacheLayout.LBHNC, KVCacheLayout.LBHNC)
 
@@ -64,7 +74,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Side:
-    """One engine of a pair: the producer holds the request, the consumer is to load it."""
+    """One engine of a pair: the producer holds the request, the consumer is to load it, from token ``cached`` on."""
 
     kind: Kind
     producer: bool
@@ -72,7 +82,20 @@ class Side:
     pp: int
     tokens: int
     num_blocks: int = 24
-    extra: tuple[str, ...] = ()
+    cached: int = 0
+
+    @property
+    def pcp(self) -> int:
+        return self.kind.pcp[0 if self.producer else 1]
+
+    @property
+    def dcp(self) -> int:
+        alike = self.pcp * self.tp // min(self.tp, self.kind.heads)
+        return math.gcd(alike, self.kind.dcp[0 if self.producer else 1])
+
+    @property
+    def interleave(self) -> int:
+        return self.kind.interleave[0 if self.producer else 1]
 
     @property
     def block_tokens(self) -> int:
@@ -102,11 +125,10 @@ class Side:
         lists = []
         for group in range(len(self.kind.groups)):
             spec = self.spec(group)
+            size = resolve_dcp_kv_block_size(spec, self.dcp)
             window = getattr(spec, "sliding_window", None) or self.tokens
-            first = (
-                self.tokens - 1 if isinstance(spec, MambaSpec) else max(0, self.tokens - window + 1)
-            ) // spec.block_size
-            lists.append([NULL if at < first else fresh() for at in range(-(-self.tokens // spec.block_size))])
+            first = (self.tokens - 1 if isinstance(spec, MambaSpec) else max(0, self.tokens - window + 1)) // size
+            lists.append([NULL if at < first else fresh() for at in range(-(-self.tokens // size))])
         return lists
 
     def stages(self) -> list[list[tuple[str, int]]]:
@@ -118,10 +140,16 @@ class Side:
         return [layers[first:last] for first, last in zip([0, *cuts], [*cuts, size], strict=True)]
 
     def workers(self) -> list[Worker]:
-        return [Worker(self, pp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+        ranks = itertools.product(range(self.pp), range(self.pcp), range(self.tp))
+        return [Worker(self, pp, tp, pcp) for pp, pcp, tp in ranks]
 
     def engine(self, workers: list[Worker], agents: list[bytes]) -> EngineLayout:
-        published = tuple(replace(worker.published, agent=agent) for worker, agent in zip(workers, agents, strict=True))
+        """As the handshake that vLLM collects has it: of replicas by prefill context parallelism, one remains."""
+        seen = {
+            (worker.pp, worker.tp, worker.pcp * (self.dcp > 1)): replace(worker.published, agent=agent)
+            for worker, agent in zip(workers, agents, strict=True)
+        }
+        published = tuple(seen.values())
         return EngineLayout("0" * 32, self.tp, self.pp, 0, Fingerprint(self.kind.name, 2, "0.32"), published)
 
 
@@ -132,6 +160,7 @@ class Worker:
     side: Side
     pp: int
     tp: int
+    pcp: int = 0
     memory: torch.Tensor = field(init=False)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     published: WorkerShards = field(init=False)
@@ -147,23 +176,33 @@ class Worker:
             )
             sizes.append(spec.page_size_bytes * side.num_blocks * len(names))
             tensors.append(KVCacheTensor(sizes[-1], names, layer_stride, block_stride))
-        generator = torch.Generator().manual_seed(SEED + 97 * self.pp + self.tp + side.producer)
+        generator = torch.Generator().manual_seed(SEED + 97 * self.pp + self.tp + 31 * self.pcp + side.producer)
         self.memory = torch.randint(-128, 128, (max(sizes),), dtype=torch.int8, generator=generator)
         config = KVCacheConfig(side.num_blocks, [tensor for tensor in tensors if tensor.layers], groups)
         for tensor, group in zip(tensors, groups, strict=True):
             if tensor.layers:
                 made = create_kv_cache_views(self.memory, group.kv_cache_spec, side.num_blocks, side.layout, tensor)
                 self.views |= zip(tensor.layers, made, strict=True)
-        self.published = WorkerShards(self.pp, self.tp, shards_of(self.views, config, self._vllm_config(), self.tp))
+        shards = shards_of(self.views, config, self._vllm_config(), self.tp, self.dcp_rank)
+        self.published = WorkerShards(self.pp, self.pcp * side.tp + self.tp, shards)
         if side.producer:
             self.write()
+
+    @property
+    def dcp_rank(self) -> int:
+        """As in vLLM's ``initialize_model_parallel``: a group spans ranks of prefill context parallelism first."""
+        return (self.tp * self.side.pcp + self.pcp) % self.side.dcp
 
     def _vllm_config(self) -> Any:
         kind = self.side.kind
         backend = SimpleNamespace(get_name=lambda: kind.backend)
         module = SimpleNamespace(get_attn_backend=lambda: backend, norm=SimpleNamespace(n_groups=_groups_of(kind)))
         return SimpleNamespace(
-            parallel_config=SimpleNamespace(tensor_parallel_size=self.side.tp),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.side.tp,
+                decode_context_parallel_size=self.side.dcp,
+                cp_kv_cache_interleave_size=self.side.interleave,
+            ),
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: kind.heads),
             compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(self.views, module)),
         )
@@ -184,16 +223,21 @@ class Worker:
         shards = min(self.side.tp, 1 if "MLA" in type(spec).__name__ else self.side.kind.heads)
         first = self.tp * shards // self.side.tp * held
         heads = torch.arange(slots) % held + first + (torch.arange(slots) // held) * 1000
-        for at, block in enumerate(blocks):
-            tokens = torch.arange(at * spec.block_size, (at + 1) * spec.block_size)
-            count = spec.block_size if self.whole else min(spec.block_size, self.side.tokens - at * spec.block_size)
-            if block != NULL:
-                cells[block, :, :count] = truth(layer, heads[:, None], tokens[None, :count], cells.shape[3])
+        slot = slot_mapping(tuple(blocks), spec.block_size, (self.side.dcp, self.dcp_rank), self.side.interleave)
+        block, at = slot // spec.block_size, slot % spec.block_size
+        tokens = torch.nonzero(self._moved(block)).flatten()
+        cells[block[tokens], :, at[tokens]] = truth(layer, heads, tokens[:, None], cells.shape[3])
 
-    @property
-    def whole(self) -> bool:
-        """The request's last block moves to its end."""
-        return any(shard.kind != "state" and (shard.opaque or shard.whole) for shard in self.published.shards)
+    def _moved(self, block: torch.Tensor) -> torch.Tensor:
+        """Which tokens move, of those whose blocks are given (negative: another rank's)."""
+        tokens = torch.arange(len(block))
+        own = block > NULL
+        shards = [shard for shard in self.published.shards if shard.kind != "state"]
+        if any(shard.opaque for shard in shards):  # all of a block with one of the request's tokens
+            end = torch.isin(block, block[: self.side.tokens])
+        else:
+            end = (tokens < self.side.tokens) | any(shard.whole for shard in shards)
+        return own & end & (tokens >= self.side.cached)
 
     def _write_state(self, layer: int, page: torch.Tensor, spec: MambaSpec) -> None:
         offset = 0

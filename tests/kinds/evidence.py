@@ -12,8 +12,9 @@ from tests.versions.test_overlays import PAIR
 
 from kvferry.vllm.versions import minor_version
 
+from .caches import Kind, Side
 from .kinds import KINDS
-from .test_kinds import EVERYDAY, pairs
+from .test_kinds import EVERYDAY, TOKENS, Pair, pairs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -80,10 +81,16 @@ REFUSED = [
         "test_a_vllm_outside_the_window_is_refused_with_the_window",
     ),
     (
-        "Context parallelism (DCP, PCP) on either side",
+        "Context parallelism (DCP, PCP) before vLLM 0.31",
         "start",
-        "tokens dealt out to ranks are not in the geometry yet",
-        "test_context_parallelism_is_refused_by_flag",
+        "the specs do not say which caches it shares out",
+        "test_context_parallelism_is_refused_where_specs_do_not_say_what_it_shares_out",
+    ),
+    (
+        "An interleave of DCP that does not divide the block size",
+        "start",
+        "vLLM's own formula does not say then where a token is",
+        "test_an_interleave_that_does_not_divide_the_block_is_refused",
     ),
     (
         "Host staging (`kv_buffer_device` other than the device)",
@@ -146,6 +153,12 @@ REFUSED = [
         "test_unequal_blocks_are_refused_where_tokens_are_not_separable",
     ),
     (
+        "Unequal DCP under a packing that is opaque, unless each side takes a block (or several) at a time",
+        "pairing",
+        "the blocks hold other tokens",
+        "test_opaque_blocks_pair_where_they_hold_the_same_tokens",
+    ),
+    (
         "Unequal block sizes of the attention beside recurrent states, or in caches of several precisions",
         "pairing",
         "what a prompt leaves of its last block would keep what is no number",
@@ -170,15 +183,20 @@ INTRODUCTION = """\
 
 This page is written by `python -m tests.kinds.evidence` from the tests, and a test holds it to them.
 
-Prefill and decode may differ in tensor, pipeline and data parallel size in every row, and in block size and layout
-unless a row of the last table says otherwise. A data parallel replica is an engine of its own here, so that no kind of
-cache depends on their number. What cannot be moved is refused with every reason at once: when the engine starts, or
-when a pair first meets; then the prompt is computed by the decode instance, or fails, as `kv_load_failure_policy` says.
+Prefill and decode may differ in tensor, pipeline and data parallel size in every row, and in block size, layout and
+context parallelism unless a row of the last table says otherwise. A data parallel replica is an engine of its own here,
+so that no kind of cache depends on their number. What cannot be moved is refused with every reason at once: when the
+engine starts, or when a pair first meets; then the prompt is computed by the decode instance, or fails, as
+`kv_load_failure_policy` says.
 
 - **Engine run**: tiny models of that kind, on real engines of the CPU build, give the tokens of a plain engine.
 - **Geometry checked, engine not run**: vLLM's own spec and layout code shapes the caches, in CPU memory; the
   connector's own reader loads them through real NIXL; every byte on both sides is checked. What a GPU kernel does with
   them is not.
+
+No engine of vLLM's CPU build runs context parallelism: of its attention backends none returns the log-sum-exp that DCP
+asks for, and PCP is for a model runner that needs Triton. Which token such a rank puts where is asked of the kernel of
+vLLM's GPU workers that decides it, run by Triton's interpreter.
 """
 
 VERSIONS = """\
@@ -229,7 +247,7 @@ def _geometry() -> Iterator[tuple[str, str, str]]:
         made = pairs(kind)
         tp = ", ".join(str(size) for size in sorted({side[0] for pair in made for side in pair}))
         pp = ", ".join(str(size) for size in sorted({side[1] for pair in made for side in pair}))
-        layouts = f"TP {tp}; PP {pp}: {len(made)} pairs, {EVERYDAY} of them every day"
+        layouts = f"TP {tp}; PP {pp}{_context(kind, made)}: {len(made)} pairs, {EVERYDAY} of them every day"
         yield kind.name, layouts, "geometry checked, engine not run"
 
 
@@ -240,6 +258,13 @@ def _versions() -> Iterator[tuple[str, str, str, str]]:
         if minor_version(release.version) == minor_version(installed()):
             engines = "all of this page"
         yield release.version, "checked", "run", engines
+
+
+def _context(kind: Kind, made: list[Pair]) -> str:
+    """Sizes of context parallelism, where there is any."""
+    sides = [Side(kind, side == 0, *pair[side], TOKENS) for pair in made for side in (0, 1)]
+    sizes = {"DCP": {side.dcp for side in sides}, "PCP": {side.pcp for side in sides}}
+    return "".join(f"; {name} {', '.join(map(str, sorted(found)))}" for name, found in sizes.items() if found != {1})
 
 
 def _named(tests: list[str]) -> str:

@@ -90,6 +90,37 @@ def _hybrid(
     return Kind(name, ((2, BESIDE), (3, make)), projections=projections, tp=tp)
 
 
+def _shared(name: str, heads: int = 1, **more: Any) -> Kind:
+    """With decode context parallelism over as many ranks as hold the same heads, up to ``dcp``."""
+    made = latent() if heads == 1 else full(heads=heads)
+    settings = {"backend": "FLASHMLA" if heads == 1 else "FLASH_ATTN", "dcp": (4, 4), "tp": (4, 2, 1), **more}
+    return Kind(name, ((5, settings.pop("make", made)),), heads=heads, **settings)
+
+
+CONTEXT = [
+    _shared("MLA, DCP"),
+    _shared("MLA, DCP of 2 ranks and of 4", dcp=(2, 4)),
+    _shared("MLA, DCP a block at a time to DCP a token at a time", interleave=(16, 1)),
+    _shared(
+        "MLA, DCP 4 tokens at a time to DCP 6 at a time, blocks of 16 to blocks of 24",
+        block_tokens=(16, 24),
+        interleave=(4, 6),
+    ),
+    _shared(
+        "MLA with fp8_ds_mla, DCP",
+        make=latent(dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
+        interleave=(1, 8),
+    ),
+    _shared(
+        "MLA of a backend that packs blocks, DCP a block at a time", backend="FLASHMLA_SPARSE", interleave=(16, 16)
+    ),
+    _shared("MLA, PCP", pcp=(2, 2), dcp=(1, 1)),
+    _shared("MLA, PCP and DCP over its ranks to DCP", pcp=(2, 1), dcp=(8, 4), interleave=(1, 16)),
+    _shared("Full attention, grouped query, DCP", heads=2, interleave=(1, 4)),
+    _shared("Full attention, grouped query, DCP, NHD to HND", heads=2, layouts=(NHD, HND)),
+]
+"""Context parallel ranks share out tokens."""
+
 KINDS = [
     Kind("Full attention, grouped query", ((5, full()),)),
     Kind("Full attention, one KV head on several ranks", ((5, full(heads=2)),), heads=2, tp=(1, 2, 4)),
@@ -150,4 +181,5 @@ KINDS = [
         ((96, False),),
         tp=(1, 2, 3),
     ),
+    *CONTEXT,
 ]

@@ -48,11 +48,11 @@ def transfer(producer: Side, consumer: Side) -> list[Outcome]:
 
 
 def _fresh(worker: Worker) -> torch.Tensor:
-    return Worker(worker.side, worker.pp, worker.tp).memory
+    return Worker(worker.side, worker.pp, worker.tp, worker.pcp).memory
 
 
 def _expected(worker: Worker) -> torch.Tensor:
-    other = Worker(worker.side, worker.pp, worker.tp)
+    other = Worker(worker.side, worker.pp, worker.tp, worker.pcp)
     other.write()
     return other.memory
 
@@ -75,7 +75,7 @@ def _load(worker: Worker, layout: EngineLayout, engine: EngineLayout, producer: 
     try:
         grant = Granted(producer.blocks, producer.tokens, 30.0, producer.tokens, 0)
         names = ("d", "p", ("127.0.0.1", 1), engine.incarnation, "0" * 32)
-        reader.submit(Order(*names, grant, side.blocks, *Span(0, side.tokens)))
+        reader.submit(Order(*names, grant, side.blocks, *Span(side.cached, side.tokens)))
         return ended.get(timeout=DEADLINE_S)
     finally:
         reader.close()

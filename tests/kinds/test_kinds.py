@@ -1,19 +1,22 @@
 """Each kind, byte by byte, between layouts that differ in everything."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from vllm.model_executor.layers.mamba import mamba_utils
 
 from .caches import Kind, Side
-from .kinds import KINDS
+from .kinds import CONTEXT, KINDS
 from .pairs import transfer
 
 TOKENS = 75
 PP = (1, 2)
+Pair = tuple[tuple[int, int], tuple[int, int]]
+"""(TP, PP) of producer and consumer."""
 
 
-def pairs(kind: Kind) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def pairs(kind: Kind) -> list[Pair]:
     """(TP, PP) of both sides: every pair of TP sizes, with a PP of its own on each side."""
     return [
         ((producer, PP[number % 2]), (consumer, PP[(number // 2 + 1) % 2]))
@@ -27,7 +30,7 @@ def _sizes(kind: Kind) -> tuple[int, ...]:
 
 
 EVERYDAY = 2
-"""Pairs of each kind: TP 1 on both sides, and TP 1 to the next."""
+"""Pairs of each kind: the first TP size on both sides, and the first to the next."""
 
 CASES = [
     pytest.param(
@@ -53,3 +56,11 @@ def test_a_convolution_stored_channel_by_channel_is_cut_as_well(kind: Kind, monk
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: "DS")
     sizes = _sizes(kind)
     transfer(Side(kind, True, sizes[1], 2, TOKENS), Side(kind, False, sizes[-1], 1, TOKENS, num_blocks=30))
+
+
+@pytest.mark.parametrize("kind", CONTEXT, ids=lambda kind: kind.name)
+def test_of_a_prefix_that_is_there_nothing_is_read(kind: Kind) -> None:
+    """A hit in the consumer's prefix cache is of whole blocks as its scheduler counts them."""
+    consumer = Side(kind, False, max(kind.tp), 1, 4 * TOKENS, num_blocks=30)
+    hit = 2 * consumer.block_tokens * consumer.dcp
+    transfer(Side(kind, True, max(kind.tp), 1, 4 * TOKENS), replace(consumer, cached=hit))

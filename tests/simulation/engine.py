@@ -469,7 +469,12 @@ class Core:
 
 def _config(shape: Shape) -> Any:
     """As much of vLLM's configuration as the scheduler half looks at."""
-    parallel = SimpleNamespace(tensor_parallel_size=shape.tp, pipeline_parallel_size=shape.pp, data_parallel_index=0)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=shape.tp,
+        pipeline_parallel_size=shape.pp,
+        prefill_context_parallel_size=1,
+        data_parallel_index=0,
+    )
     transfer = SimpleNamespace(
         is_kv_producer=shape.role != "kv_consumer",
         is_kv_consumer=shape.role != "kv_producer",

@@ -9,17 +9,22 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import TransferError
-from kvferry.geometry import Descriptors, LayerShard, Span, WorkerShards, heads_of_rank
+from kvferry.geometry import Descriptors, LayerShard, Span, TokenShare, WorkerShards, heads_of_rank
 from kvferry.transport.nixl import Read
 
 from .world import Party, World
 
+if TYPE_CHECKING:
+    from .place import Shape
+
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 Tokens = tuple[int, ...]
 
 LAYERS, HEADS, CELL = 2, 2, 4
@@ -46,18 +51,20 @@ class Cache:
 
     Attributes:
         address: of block 0.
-        cells: shape (layers, blocks, heads, tokens of a block, bytes).
+        block_tokens: over all context parallel ranks.
+        cells: shape (layers, blocks, heads, tokens of a block that are held, bytes).
     """
 
-    def __init__(self, rank: tuple[int, int], tp: int, pp: int, blocks: int, block_tokens: int, address: int) -> None:
+    def __init__(self, rank: tuple[int, int], shape: Shape, address: int) -> None:
         self.pp_rank, self.tp_rank = rank
-        size = LAYERS // pp
+        size = LAYERS // shape.pp
         self.layers = range(self.pp_rank * size, (self.pp_rank + 1) * size)
-        self.heads = heads_of_rank(HEADS, tp, self.tp_rank)
-        self.address, self.block_tokens = address, block_tokens
-        shape = (size, blocks, self.heads.size, block_tokens, CELL)
-        self.memory = np.full(int(np.prod(shape)) + 2 * MARGIN, 0xEE, np.uint8)
-        self.cells = self.memory[MARGIN:-MARGIN].reshape(shape)
+        self.heads = heads_of_rank(HEADS, shape.tp, self.tp_rank)
+        self.share = TokenShare(shape.dcp, self.tp_rank % shape.dcp, shape.interleave)
+        self.address, self.block_tokens = address, shape.block_tokens
+        sizes = (size, shape.blocks, self.heads.size, shape.block_tokens // shape.dcp, CELL)
+        self.memory = np.full(int(np.prod(sizes)) + 2 * MARGIN, 0xEE, np.uint8)
+        self.cells = self.memory[MARGIN:-MARGIN].reshape(sizes)
 
     def shards(self) -> tuple[LayerShard, ...]:
         layer_bytes, block, head, token, _ = self.cells.strides
@@ -67,7 +74,8 @@ class Cache:
                 kind="attention",
                 heads=self.heads,
                 total_heads=HEADS,
-                block_tokens=self.block_tokens,
+                block_tokens=self.cells.shape[3],
+                share=self.share,
                 num_blocks=self.cells.shape[1],
                 cell_bytes=CELL,
                 dtype="float16",
@@ -87,17 +95,27 @@ class Cache:
 
     def write(self, blocks: list[int], tokens: Tokens, span: Span) -> None:
         """Compute the cells of ``span`` of a sequence that lies in ``blocks``."""
-        mine = content(tokens)[self.layers.start : self.layers.stop, self.heads.start : self.heads.stop]
-        for at in range(span.start, span.stop):
-            self.cells[:, blocks[at // self.block_tokens], :, at % self.block_tokens] = mine[:, :, at]
+        block, place, mine = self._cells(blocks, tokens, span)
+        self.cells[:, block, :, place] = mine
 
     def holds(self, blocks: list[int], tokens: Tokens, count: int) -> bool:
         """Whether ``blocks`` hold the first ``count`` tokens of a sequence, and nothing wrote past the cache."""
-        mine = content(tokens)[self.layers.start : self.layers.stop, self.heads.start : self.heads.stop, :count]
-        used = self.cells[:, blocks[: -(-count // self.block_tokens)]]
-        layers, number, heads, size, _ = used.shape
-        found = used.swapaxes(1, 2).reshape(layers, heads, number * size, CELL)[:, :, :count]
-        return bool(np.array_equal(found, mine))
+        block, place, mine = self._cells(blocks, tokens, Span(0, count))
+        return bool(np.array_equal(self.cells[:, block, :, place], mine))
+
+    def _cells(self, blocks: list[int], tokens: Tokens, span: Span) -> tuple[Ints, Ints, Bytes]:
+        """Of what this worker holds of ``span``: block, place in it, and what belongs there (token, layer, head, byte).
+
+        By the formula of vLLM's slot mapping.
+        """
+        at = np.arange(*span)
+        size, rank, interleave = self.share
+        offset = at % self.block_tokens
+        own = offset // interleave % size == rank
+        at, offset = at[own], offset[own]
+        mine = content(tokens)[self.layers.start : self.layers.stop, self.heads.start : self.heads.stop, at]
+        place = offset // (size * interleave) * interleave + offset % interleave
+        return np.asarray(blocks, np.int64)[at // self.block_tokens], place, mine.transpose(2, 0, 1, 3)
 
     def intact(self) -> bool:
         """Whether nothing was written outside the cache."""

@@ -48,6 +48,8 @@ class Shape:
     """How an engine is set up, at every start alike.
 
     Attributes:
+        dcp, interleave: ranks that share out the tokens of a block, and how many each takes at a time.
+        block_tokens: as the scheduler counts them.
         depth: steps that may be under way at once, as with pipeline parallelism.
         policy: what becomes of a request whose load failed.
         pause: seconds that a step takes at most.
@@ -57,6 +59,8 @@ class Shape:
     role: Literal["kv_producer", "kv_consumer", "kv_both"]
     tp: int
     pp: int
+    dcp: int
+    interleave: int
     blocks: int
     block_tokens: int
     depth: int

@@ -288,12 +288,14 @@ class Scenario:
 
 
 def _shape(chance: Random, role: Any) -> Shape:
-    tp, pp = chance.choice(((1, 1), (2, 1), (1, 2), (1, 1), (2, 2)))
+    tp, pp, dcp = chance.choice(((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 1), (2, 2, 1), (4, 1, 2)))
     tokens = chance.choice((2, 4))
     return Shape(
         role=role,
         tp=tp,
         pp=pp,
+        dcp=dcp,
+        interleave=chance.choice((1, tokens // dcp)),
         blocks=chance.choice((10, 16, 24)) * 4 // tokens // 2 + 1,
         block_tokens=tokens,
         depth=chance.choice((1, pp)),

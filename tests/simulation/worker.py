@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, core: Core, rank: tuple[int, int]) -> None:
         place, shape = core.place, core.shape
         self.core, self.world = core, place.world
-        self.cache = Cache(rank, shape.tp, shape.pp, shape.blocks, shape.block_tokens, place.fabric.address())
+        self.cache = Cache(rank, shape, place.fabric.address())
         self.agent = Agent(place.fabric, core.host, core, self.cache, self._written, self._read)
         self.client = Client(place.network, core.host, core, None, self._answered)
         self.orders: dict[str, Order] = {}

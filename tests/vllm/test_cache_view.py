@@ -22,19 +22,21 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.errors import UnsupportedError
-from kvferry.geometry import Span
+from kvferry.geometry import ALL_TOKENS, Span, TokenShare
 from kvferry.vllm.cache_view import shards_of
 
 LAYERS = ["model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"]
 BLOCKS, BLOCK_TOKENS = 5, 8
 
 
-def _make_config(tp_size=1, total_heads=4, backend="FLASH_ATTN", isa=None):
+def _make_config(tp_size=1, total_heads=4, backend="FLASH_ATTN", isa=None, dcp_size=1, interleave=1):
     module = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
     if isa:
         module.isa = isa
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp_size, decode_context_parallel_size=dcp_size, cp_kv_cache_interleave_size=interleave
+        ),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_heads),
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(LAYERS, module)),
     )
@@ -46,6 +48,10 @@ def _attention(heads=4):
 
 def _latent():
     return MLAAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=24, dtype=torch.bfloat16)
+
+
+def _state():
+    return MambaSpec(BLOCK_TOKENS, shapes=((3, 24), (2, 4, 4)), dtypes=(torch.float16, torch.float32))
 
 
 def _make_caches(spec, layout=KVCacheLayout.LBHNC, kernel_block_size=None):
@@ -100,6 +106,43 @@ def test_every_rank_holds_the_whole_latent_cache():
     for tp_rank in range(4):
         for shard in shards_of(caches, kv_cache_config, _make_config(4, 8), tp_rank):
             assert (shard.kind, shard.heads, shard.total_heads) == ("latent", Span(0, 1), 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "total"),
+    [(_latent(), Span(0, 1), 1), (_attention(1), Span(1, 2), 2)],
+    ids=["latent", "attention"],
+)
+def test_a_context_parallel_rank_says_which_tokens_it_holds(spec, heads, total):
+    caches, kv_cache_config = _make_caches(spec)
+    config = _make_config(4, 2, dcp_size=2, interleave=4)
+    for shard in shards_of(caches, kv_cache_config, config, tp_rank=3, dcp_rank=1):
+        assert (shard.heads, shard.total_heads, shard.share) == (heads, total, TokenShare(2, 1, 4))
+        assert shard.manager_block_tokens == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [replace(_latent(), dcp_sharded=False), replace(_state(), mamba_type=MambaAttentionBackendEnum.GDN_ATTN)],
+    ids=["a drafter's", "state"],
+)
+def test_a_cache_that_context_parallelism_leaves_whole_is_whole(spec):
+    caches, kv_cache_config = _make_caches(spec)
+    config = _make_config(2, dcp_size=2, interleave=4)
+    for shard in shards_of(caches, kv_cache_config, config, tp_rank=0, dcp_rank=1):
+        assert (shard.share, shard.manager_block_tokens) == (ALL_TOKENS, BLOCK_TOKENS)
+
+
+def test_without_context_parallelism_the_interleave_means_nothing():
+    caches, kv_cache_config = _make_caches(_latent())
+    for shard in shards_of(caches, kv_cache_config, _make_config(interleave=7), 0):
+        assert shard.share == ALL_TOKENS
+
+
+def test_an_interleave_that_does_not_divide_the_block_is_refused():
+    caches, kv_cache_config = _make_caches(_latent())
+    with pytest.raises(UnsupportedError, match=f"fill blocks of {BLOCK_TOKENS} tokens 3 at a time"):
+        shards_of(caches, kv_cache_config, _make_config(2, dcp_size=2, interleave=3), 0)
 
 
 def test_a_backend_that_packs_blocks_is_opaque_and_names_its_instruction_set():
@@ -198,10 +241,6 @@ def test_cells_that_are_not_one_of_a_head_and_a_token_are_refused(change):
 )
 def test_recurrent_layers_that_are_not_known_are_refused(change, match):
     _refused(replace(_state(), **change), match)
-
-
-def _state():
-    return MambaSpec(BLOCK_TOKENS, shapes=((3, 24), (2, 4, 4)), dtypes=(torch.float16, torch.float32))
 
 
 def test_a_quantisation_that_packs_tokens_together_is_opaque():

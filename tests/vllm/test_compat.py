@@ -75,10 +75,22 @@ def test_the_installed_vllm_is_supported():
     require_supported(_make_engine(), _groups(host_resident=False, enable_kv_transfer=True))
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_by_flag(name):
-    with pytest.raises(UnsupportedError, match=f"{name} > 1"):
-        require_supported(_make_engine(**{name: 2}))
+CONTEXT = [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}]
+
+
+@pytest.mark.parametrize("sizes", CONTEXT, ids=str)
+def test_context_parallelism_is_refused_where_specs_do_not_say_what_it_shares_out(monkeypatch, sizes):
+    monkeypatch.setattr(vllm, "__version__", "0.30.2")
+    require_supported(_make_engine())
+    with pytest.raises(UnsupportedError, match=r"context parallelism from vLLM 0\.31 on"):
+        require_supported(_make_engine(**sizes))
+
+
+@pytest.mark.parametrize("sizes", CONTEXT, ids=str)
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.33.1"])
+def test_context_parallelism_is_served_from_then_on(monkeypatch, version, sizes):
+    monkeypatch.setattr(vllm, "__version__", version)
+    require_supported(_make_engine(**sizes))
 
 
 def test_staging_in_host_memory_is_refused(monkeypatch):
@@ -109,7 +121,8 @@ def test_replicas_of_a_cache_in_host_memory_are_refused(group):
         require_supported(_make_engine(), _groups(**group))
 
 
-def test_every_reason_is_given_at_once():
+def test_every_reason_is_given_at_once(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.30.2")
     sizes = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2}
     with pytest.raises(UnsupportedError) as refused:
         require_supported(

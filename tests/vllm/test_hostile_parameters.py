@@ -26,7 +26,12 @@ TOKEN = "0123456789abcdef" * 2
 
 def _make_config(role):
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            data_parallel_index=0,
+        ),
         kv_transfer_config=SimpleNamespace(
             is_kv_producer=role == "kv_producer",
             is_kv_consumer=role == "kv_consumer",

@@ -83,7 +83,8 @@ def make_parent(monkeypatch):
         transfer = KVTransferConfig(
             kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config={"connectors": children}
         )
-        parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_index": 0}
+        sizes = ("tensor", "pipeline", "decode_context", "prefill_context")
+        parallel = {"data_parallel_index": 0, **{f"{axis}_parallel_size": 1 for axis in sizes}}
         config = SimpleNamespace(
             kv_transfer_config=transfer,
             parallel_config=SimpleNamespace(**parallel),

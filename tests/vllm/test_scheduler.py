@@ -23,9 +23,14 @@ DEADLINE_S = 10.0
 PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None, "remote_block_ids": None}
 
 
-def _make_config(role, pp, policy):
+def _make_config(role, pp, policy, pcp=1):
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=pp, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=pp,
+            prefill_context_parallel_size=pcp,
+            data_parallel_index=0,
+        ),
         kv_transfer_config=SimpleNamespace(
             is_kv_producer=role in ("kv_producer", "kv_both"),
             is_kv_consumer=role in ("kv_consumer", "kv_both"),
@@ -40,8 +45,8 @@ def make_half(monkeypatch):
     monkeypatch.setattr(module, "get_ip", lambda: "127.0.0.1")
     halves = []
 
-    def make(role="kv_both", pp=1, policy="recompute", **settings):
-        halves.append(SchedulerHalf(_make_config(role, pp, policy), Settings(**settings)))
+    def make(role="kv_both", pp=1, policy="recompute", pcp=1, **settings):
+        halves.append(SchedulerHalf(_make_config(role, pp, policy, pcp), Settings(**settings)))
         return halves[-1]
 
     yield make
@@ -121,6 +126,19 @@ def test_a_decode_request_loads_what_its_prefill_left(make_half):
     assert (order.first_token, order.last_token) == (128, 300)
     assert producer.build_connector_meta(None).released == []
     assert [_acknowledge(order, reader) for reader in ("pp0tp0", "pp1tp0")] == [Held(), Held()]
+    assert _released(producer) == ["p-1"]
+
+
+def test_every_rank_of_prefill_context_parallelism_is_waited_for(make_half):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", pcp=2)
+    _, params = _prefill(producer)
+    request = _make_request("d-1", params)
+    consumer.on_new_request(request)
+    _, _ = _matched(consumer, request), consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 300)
+    (order,) = consumer.build_connector_meta(None).loads
+    assert _acknowledge(order, "pp0tp0") == Held()
+    assert producer.build_connector_meta(None).released == []
+    assert _acknowledge(order, "pp0tp1") == Held()
     assert _released(producer) == ["p-1"]
 
 

@@ -110,7 +110,12 @@ def test_what_the_exporter_does_wrong_ends_nothing(monkeypatch, caplog):
 def halves(monkeypatch):
     monkeypatch.setattr(scheduler, "get_ip", lambda: "127.0.0.1")
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            data_parallel_index=0,
+        ),
         kv_transfer_config=SimpleNamespace(
             is_kv_producer=True, is_kv_consumer=True, engine_id="engine", kv_load_failure_policy="fail"
         ),

@@ -15,9 +15,10 @@ from kvferry.geometry.layout import (
     memory_regions,
 )
 from kvferry.geometry.plan import Piece, ReadPlan, plan
-from kvferry.geometry.span import Span, heads_of_rank
+from kvferry.geometry.span import ALL_TOKENS, Span, TokenShare, heads_of_rank
 
 __all__ = [
+    "ALL_TOKENS",
     "NULL_BLOCK",
     "Descriptors",
     "EngineLayout",
@@ -26,6 +27,7 @@ __all__ = [
     "Piece",
     "ReadPlan",
     "Span",
+    "TokenShare",
     "WorkerShards",
     "check",
     "compatibility",

@@ -1,6 +1,7 @@
 """From a plan and two block lists to the byte ranges that move, as numpy arrays.
 
-Blocks are paired by absolute token position: block ``i`` of a list holds the tokens from ``i * tokens per block`` on.
+Blocks are paired by absolute token position: block ``i`` of a list holds the tokens from ``i * tokens per block`` on,
+or a context parallel rank's share of them.
 The number of ranges drives the cost of a transfer on a fast link, so ranges that continue each other on both sides are
 one, across heads, blocks and layers.
 """
@@ -17,9 +18,8 @@ import numpy.typing as npt
 from kvferry.errors import LayoutError
 from kvferry.geometry.layout import NULL_BLOCK, LayerShard
 from kvferry.geometry.plan import Piece
-from kvferry.geometry.span import Span
+from kvferry.geometry.span import Ints, Span
 
-Ints = npt.NDArray[np.int64]
 Blocks = Sequence[Sequence[int]]
 """Block ids by KV cache group."""
 
@@ -53,8 +53,8 @@ def descriptors(
     Args:
         pieces: what the plan reads from that worker.
         remote_blocks, local_blocks: block ids of the request on each side, by KV cache group, from token 0 on.
-        tokens: absolute positions to move. Must start at a block boundary where the cache is opaque inside a block. Of
-            a recurrent state, the one after the last of them moves.
+        tokens: absolute positions to move, as far as both workers hold them. Must start at a block boundary where the
+            cache is opaque inside a block. Of a recurrent state, the one after the last of them moves.
 
     Returns:
         Ranges by (local memory, local device, remote memory, remote device).
@@ -81,7 +81,8 @@ def _family(piece: Piece) -> tuple[object, ...]:
 
     def shape(shard: LayerShard) -> tuple[object, ...]:
         return (
-            *(shard.kind, shard.group, shard.block_tokens, shard.num_blocks, shard.split, shard.opaque, shard.whole),
+            *(shard.kind, shard.group, shard.block_tokens, shard.num_blocks, shard.split, shard.share),
+            *(shard.opaque, shard.whole),
             *(shard.block_stride, shard.head_stride, shard.token_stride, shard.memory, shard.device),
         )
 
@@ -119,21 +120,39 @@ def _combine(bases: Ints, offsets: Ints, steps: Ints) -> Ints:
 
 
 def _token_runs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, Ints]:
-    """Cut ``tokens`` into runs that lie in one block on both sides: their starts and lengths."""
+    """Cut what both hold of ``tokens`` into runs that lie in one block on both sides: their starts and lengths.
+
+    Where both hold the same share, a run is one of the share's tokens, whatever lies between them elsewhere.
+    """
     if local.kind == "state":
         return np.array([tokens.stop - 1] if tokens else [], np.int64), np.ones(int(bool(tokens)), np.int64)
+    if local.share == remote.share:
+        share = local.share
+        places = Span(share.before(tokens.start), share.before(_stop(local, remote, tokens)))
+        starts, lengths = _cut(places, local, remote, (local.block_tokens, remote.block_tokens))
+        return share.position(starts), lengths
+    steps = (local.share.step(local.block_tokens), remote.share.step(remote.block_tokens))
+    starts, lengths = _cut(Span(tokens.start, _stop(local, remote, tokens)), local, remote, steps)
+    common = local.share.holds(starts) & remote.share.holds(starts)
+    return starts[common], lengths[common]
+
+
+def _stop(local: LayerShard, remote: LayerShard, tokens: Span) -> int:
+    """Where to stop: with ``whole``, at the end of a block, whose last tokens may be no request's."""
+    size = local.manager_block_tokens
+    if not local.whole or local.opaque:
+        return tokens.stop
+    if remote.manager_block_tokens != size:
+        raise LayoutError(f"{local.layer}: blocks of {remote.manager_block_tokens} tokens do not fill one of {size}")
+    return -(-tokens.stop // size) * size
+
+
+def _cut(tokens: Span, local: LayerShard, remote: LayerShard, steps: tuple[int, int]) -> tuple[Ints, Ints]:
+    """Starts and lengths of ``tokens`` between multiples of either step; one by one if they lie apart in memory."""
     if local.opaque or remote.opaque:
         return _slabs(local, remote, tokens)
-    if local.whole:
-        size = local.manager_block_tokens
-        if remote.manager_block_tokens != size:
-            raise LayoutError(
-                f"{local.layer}: blocks of {remote.manager_block_tokens} tokens do not fill one of {size}"
-            )
-        tokens = Span(tokens.start, -(-tokens.stop // size) * size)
-    contiguous = local.token_stride == local.cell_bytes and remote.token_stride == remote.cell_bytes
-    if contiguous:
-        cuts = np.union1d(*(np.arange(0, tokens.stop, shard.block_tokens) for shard in (local, remote)))
+    if local.token_stride == local.cell_bytes and remote.token_stride == remote.cell_bytes:
+        cuts = np.union1d(*(np.arange(0, tokens.stop, step) for step in steps))
         starts = np.union1d(cuts[cuts > tokens.start], [tokens.start] if tokens else [])
     else:
         starts = np.arange(tokens.start, tokens.stop)
@@ -145,6 +164,8 @@ def _slabs(local: LayerShard, remote: LayerShard, tokens: Span) -> tuple[Ints, I
     size = local.block_tokens
     if remote.block_tokens != size:
         raise LayoutError(f"{local.layer}: opaque blocks of {size} and {remote.block_tokens} tokens cannot be paired")
+    if local.share != remote.share and not (local.share.consecutive(size) and remote.share.consecutive(size)):
+        raise LayoutError(f"{local.layer}: opaque blocks hold {local.share} and {remote.share}, which cannot be paired")
     if tokens.start % size:
         raise LayoutError(f"{local.layer}: cannot start at token {tokens.start} inside an opaque block of {size}")
     starts = np.arange(tokens.start, tokens.stop, size, dtype=np.int64)
@@ -162,14 +183,15 @@ def _group(blocks: Blocks, group: int) -> Ints:
 
 def _offsets(shard: LayerShard, ids: Ints, starts: Ints, side: str) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Byte offset of each token of ``starts`` from the shard's first cell, and whether a block is there."""
-    positions = starts // shard.manager_block_tokens
+    places = shard.share.place(starts)
+    positions = places // shard.held_block_tokens
     if len(positions) and positions.max() >= len(ids):
         raise LayoutError(f"{shard.layer}: {len(ids)} {side} blocks do not hold token {int(starts.max())}")
     block = ids[positions]
     if len(block) and (block.min() < 0 or block.max() >= shard.manager_blocks):
         raise LayoutError(f"{shard.layer}: {side} block ids reach outside the cache of {shard.manager_blocks}")
-    kernel_block = block * shard.split + starts % shard.manager_block_tokens // shard.block_tokens
-    offsets = kernel_block * shard.block_stride + starts % shard.block_tokens * shard.token_stride
+    kernel_block = block * shard.split + places % shard.held_block_tokens // shard.block_tokens
+    offsets = kernel_block * shard.block_stride + places % shard.block_tokens * shard.token_stride
     return offsets, block != NULL_BLOCK
 
 

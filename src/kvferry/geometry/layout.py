@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvferry.geometry.span import Span
+from kvferry.geometry.span import ALL_TOKENS, Span, TokenShare
 
 Kind = Literal["attention", "latent", "state"]
 
@@ -25,7 +25,8 @@ class LayerShard:
     """The box of one layer's KV cache that one worker holds: all its blocks x a head range x the tokens of a block.
 
     A *cell* is what the cache stores for one (head, token): K and V together, or one latent vector. The byte address
-    of a cell is ``address + block * block_stride + (head - heads.start) * head_stride + token * token_stride``.
+    of a cell is ``address + block * block_stride + (head - heads.start) * head_stride + token * token_stride``. Of a
+    context parallel rank ``token`` counts those of its share.
 
     A recurrent state has one cell for (head, block): the state after the last token of the request that the block
     stands for. Its token stride is 0. A layer has several such states, each a shard with a name of its own.
@@ -36,7 +37,7 @@ class LayerShard:
         heads: global heads held; several workers may hold the same ones. Of a state, what tensor parallelism cuts it
             into: heads or channels.
         total_heads: heads of the layer over all workers.
-        block_tokens: tokens per (kernel) block.
+        block_tokens: tokens per (kernel) block, as many as the worker holds of them.
         num_blocks: (kernel) blocks in the cache, the null block included.
         cell_bytes: bytes of one cell.
         dtype: element type, such as ``float32``; compared, never interpreted.
@@ -44,6 +45,7 @@ class LayerShard:
         opaque: tokens inside a (block, head) slab cannot be told apart, so only whole slabs move.
         group: index of the KV cache group whose block ids address this layer.
         split: kernel blocks per block of the KV cache manager (whose ids travel).
+        share: of the tokens, with context parallelism; all of them otherwise.
         whole: a block is loaded to its end, also past the last token. vLLM zeroes new blocks where their old content
             may be no number of this type, and leaves those that are loaded to whoever loads them.
         address: byte address of block 0, first head held, token 0.
@@ -70,6 +72,7 @@ class LayerShard:
     head_stride: int
     token_stride: int
     split: int = 1
+    share: TokenShare = ALL_TOKENS
     whole: bool = False
     draft: bool = False
     memory: str = "DRAM"
@@ -78,11 +81,19 @@ class LayerShard:
     def __post_init__(self) -> None:
         # Shards also come from peers, so nothing about them is taken on trust.
         object.__setattr__(self, "heads", Span(*self.heads))
+        object.__setattr__(self, "share", TokenShare(*self.share))
         if not (0 <= self.heads.start < self.heads.stop <= self.total_heads):
             raise ValueError(f"{self.layer}: heads {self.heads} are not within the layer's {self.total_heads}")
         positive = (self.block_tokens, self.num_blocks, self.cell_bytes, self.split)
         if min(positive) < 1 or self.num_blocks % self.split:
             raise ValueError(f"{self.layer}: block_tokens, num_blocks, cell_bytes, split = {positive} make no cache")
+        share = self.share
+        if not 0 <= share.rank < share.size or share.interleave < 1 or self.held_block_tokens % share.interleave:
+            raise ValueError(
+                f"{self.layer}: context parallel rank {share.rank} of {share.size} cannot fill blocks of "
+                f"{self.held_block_tokens} tokens {share.interleave} at a time; use a --cp-kv-cache-interleave-size "
+                "that divides --block-size"
+            )
         if min(self.address, self.block_stride, self.head_stride, self.token_stride, self.group) < 0:
             raise ValueError(f"{self.layer}: negative address, stride or group")
         # A huge stride of a dimension of one, or many cells at stride 0, would not show in the extent.
@@ -91,8 +102,10 @@ class LayerShard:
         largest = max(self.extent.stop, *strides, *counts)
         if largest > ADDRESS_LIMIT:
             raise ValueError(f"{self.layer}: addresses, sizes or strides up to {largest:#x} fit no memory")
-        if (self.kind == "state") != (self.token_stride == 0):
-            raise ValueError(f"{self.layer}: a {self.kind} with a token stride of {self.token_stride}")
+        if (self.kind == "state") != (self.token_stride == 0) or (self.kind == "state" and share.size > 1):
+            raise ValueError(
+                f"{self.layer}: a {self.kind} with a token stride of {self.token_stride}, shared by {share.size} ranks"
+            )
         if self.opaque and self.token_stride != self.cell_bytes:
             raise ValueError(f"{self.layer}: an opaque slab must be contiguous; set VLLM_KV_CACHE_LAYOUT=HND")
 
@@ -102,9 +115,14 @@ class LayerShard:
         return self.num_blocks // self.split
 
     @property
-    def manager_block_tokens(self) -> int:
-        """Tokens per block of the KV cache manager."""
+    def held_block_tokens(self) -> int:
+        """Tokens that this worker holds of a block of the KV cache manager."""
         return self.block_tokens * self.split
+
+    @property
+    def manager_block_tokens(self) -> int:
+        """Tokens per block of the KV cache manager, over all context parallel ranks."""
+        return self.block_tokens * self.split * self.share.size
 
     @property
     def extent(self) -> Span:
@@ -117,9 +135,17 @@ class LayerShard:
         return Span(self.address, self.address + last + self.cell_bytes)
 
 
+Holders = list[tuple[int, LayerShard]]
+"""Index into the workers of an engine, and what that worker holds of a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerShards:
-    """What the worker at (pp_rank, tp_rank) holds, and the NIXL agent through which it can be read."""
+    """What the worker at (pp_rank, tp_rank) holds, and the NIXL agent through which it can be read.
+
+    With prefill context parallelism, whose ranks have a tensor parallel rank of their own each, ``tp_rank`` counts on
+    from one such rank to the next.
+    """
 
     pp_rank: int
     tp_rank: int
@@ -175,13 +201,22 @@ class EngineLayout:
         """The parallel sizes in messages to people: ``tp2pp2dp0``."""
         return layout_label(self.tp, self.pp, self.dp_rank)
 
-    def holders(self) -> dict[str, list[tuple[int, LayerShard]]]:
+    def holders(self) -> dict[str, Holders]:
         """For every layer, who holds a part of it: (index into ``workers``, shard)."""
-        holders: dict[str, list[tuple[int, LayerShard]]] = {}
+        holders: dict[str, Holders] = {}
         for index, worker in enumerate(self.workers):
             for shard in worker.shards:
                 holders.setdefault(shard.layer, []).append((index, shard))
         return holders
+
+
+def by_share(holders: Holders) -> dict[Span, dict[TokenShare, Holders]]:
+    """Holders of one layer by what they hold of it; several of the same heads and tokens are replicas of each other."""
+    held: dict[Span, dict[TokenShare, Holders]] = {}
+    for holder in holders:
+        _, shard = holder
+        held.setdefault(shard.heads, {}).setdefault(shard.share, []).append(holder)
+    return held
 
 
 def memory_regions(shards: Iterable[LayerShard]) -> list[tuple[str, int, Span]]:

@@ -1,6 +1,7 @@
 """Which remote worker a worker reads which heads of which layer from: the intersection of boxes.
 
-Tensor and pipeline parallelism, replicas, latent caches and sizes that do not divide are all this one intersection.
+Tensor, pipeline and context parallelism, replicas, latent caches and sizes that do not divide are all this one
+intersection.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from kvferry.errors import LayoutError
-from kvferry.geometry.check import uncovered
-from kvferry.geometry.layout import EngineLayout, LayerShard, WorkerShards
+from kvferry.geometry.check import complete, uncovered
+from kvferry.geometry.layout import EngineLayout, LayerShard, WorkerShards, by_share
 from kvferry.geometry.span import Span
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Heads of one layer that move from a remote shard to a local one."""
+    """Heads of one layer that move from a remote shard to a local one, of the tokens that both hold."""
 
     remote: LayerShard
     local: LayerShard
@@ -51,38 +52,37 @@ class ReadPlan:
 
 
 def plan(producer: EngineLayout, reader: WorkerShards) -> ReadPlan:
-    """Cover every head of every shard of ``reader`` exactly once from the workers of ``producer``.
+    """Cover every head and token of every shard of ``reader`` exactly once from the workers of ``producer``.
 
     Layers of a drafter that ``producer`` does not have are left out.
 
-    Where several workers hold the same heads, readers spread over them by their tensor parallel rank.
+    Where several workers hold the same heads and tokens, readers spread over them by their tensor parallel rank.
 
     Raises:
-        LayoutError: a layer or a head that no worker of ``producer`` holds. ``check`` gives all such reasons.
+        LayoutError: a layer, a head or a token that no worker of ``producer`` holds. ``check`` gives all such reasons.
     """
     holders = producer.holders()
     reads: dict[int, list[Piece]] = defaultdict(list)
     for local in reader.shards:
         if local.draft and local.layer not in holders:
             continue
-        replicas = _replicas(holders.get(local.layer, []))
-        missing = uncovered(local.heads, list(replicas))
+        held = by_share(holders.get(local.layer, []))
+        missing = uncovered(local.heads, list(held))
         if missing:
             raise LayoutError(f"{local.layer}: no worker of engine {producer.incarnation} holds heads {missing}")
         at = local.heads.start
-        for heads in sorted(replicas):
+        for heads in sorted(held):
             # Starting where the last piece ended keeps each head covered once, should ranges ever overlap.
             part = heads & Span(at, local.heads.stop)
-            if part:
-                index, remote = replicas[heads][reader.tp_rank % len(replicas[heads])]
-                reads[index].append(Piece(remote, local, part))
-                at = part.stop
+            if not part:
+                continue
+            if not complete(held[heads]):
+                raise LayoutError(f"{local.layer}: no worker of engine {producer.incarnation} holds some of the tokens")
+            at = part.stop
+            for share, replicas in held[heads].items():
+                if share.meets(local.share):
+                    # Ranks of one context are neighbours, and each of them reads from others (or others of them do).
+                    turn = reader.tp_rank // min(share.size, local.share.size)
+                    index, remote = replicas[turn % len(replicas)]
+                    reads[index].append(Piece(remote, local, part))
     return ReadPlan({index: tuple(pieces) for index, pieces in sorted(reads.items())})
-
-
-def _replicas(holders: list[tuple[int, LayerShard]]) -> dict[Span, list[tuple[int, LayerShard]]]:
-    """Holders of one layer by the heads they hold; several under one range are replicas of each other."""
-    replicas: dict[Span, list[tuple[int, LayerShard]]] = defaultdict(list)
-    for index, shard in holders:
-        replicas[shard.heads].append((index, shard))
-    return replicas

@@ -17,7 +17,7 @@ from kvferry.errors import MessageError, ParamsError
 from kvferry.geometry import EngineLayout
 from kvferry.protocol.authentication import Purpose, Seal
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_REQUEST_BYTES = 1 << 20
 """A renewal of some ten thousand claims; nothing else a consumer sends comes near."""

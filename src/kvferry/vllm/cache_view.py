@@ -11,7 +11,7 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
-from kvferry.geometry import LayerShard, heads_of_rank
+from kvferry.geometry import ALL_TOKENS, LayerShard, TokenShare, heads_of_rank
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,19 +42,24 @@ What others do inside a block nobody has looked at."""
 
 
 def shards_of(
-    kv_caches: dict[str, torch.Tensor], kv_cache_config: KVCacheConfig, config: VllmConfig, tp_rank: int
+    kv_caches: dict[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    config: VllmConfig,
+    tp_rank: int,
+    dcp_rank: int = 0,
 ) -> tuple[LayerShard, ...]:
     """Describe every layer that this worker caches itself; a layer that shares another one's cache has no spec.
 
     Args:
         kv_caches: layer name to its view, logically (blocks, heads, tokens, content).
         kv_cache_config: of this worker: its group ids are the engine's, its layer names are its own.
+        dcp_rank: in its group of decode context parallelism.
 
     Raises:
         UnsupportedError: kinds of cache that are not moved, or tensors that are not what their specs say; of every
             layer, in one text.
     """
-    view = _View(kv_cache_config, config, tp_rank)
+    view = _View(kv_cache_config, config, tp_rank, dcp_rank)
     shards: list[LayerShard] = []
     reasons = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -78,6 +83,7 @@ class _View:
     kv_cache_config: KVCacheConfig
     config: VllmConfig
     tp_rank: int
+    dcp_rank: int
 
     def shards(self, layer: str, cache: torch.Tensor, spec: Any, group: int) -> Iterable[LayerShard]:
         where = {
@@ -140,9 +146,19 @@ class _View:
                 head_stride=head_stride,
                 token_stride=token_stride,
                 split=blocks // num_blocks,
+                share=self._share(spec),
                 whole=getattr(self.kv_cache_config, "needs_kv_cache_zeroing", False),
                 **where,
             )
+
+    def _share(self, spec: Any) -> TokenShare:
+        """Prefill context parallelism shares out no cache: its ranks gather K and V, and all of them keep all."""
+        parallel = self.config.parallel_config
+        size = parallel.decode_context_parallel_size
+        # A drafter may keep a whole cache on each rank of a model that does not.
+        if size == 1 or not spec.dcp_sharded:
+            return ALL_TOKENS
+        return TokenShare(size, self.dcp_rank, parallel.cp_kv_cache_interleave_size)
 
     def _total_heads(self, held: int, spec: Any) -> int:
         """KV heads of the layer over all ranks. Only a rank with a single head can be a replica of another's."""

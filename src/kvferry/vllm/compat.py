@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+SHARES_TOKENS = (0, 31)
+"""The first minor version whose specs say which caches decode context parallelism shares out (``dcp_sharded``)."""
+
 _VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
@@ -36,9 +39,13 @@ def require_supported(config: VllmConfig, kv_cache_config: KVCacheConfig | None 
 
 
 def _parallelism(config: VllmConfig) -> Iterator[str]:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(config.parallel_config, name, 1) != 1:
-            yield f"it does not support {name} > 1; set it to 1"
+    parallel = config.parallel_config
+    context = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+    if context and minor_version(vllm.__version__) < SHARES_TOKENS:
+        yield (
+            f"it supports context parallelism from vLLM {SHARES_TOKENS[0]}.{SHARES_TOKENS[1]} on; set "
+            "decode_context_parallel_size and prefill_context_parallel_size to 1"
+        )
 
 
 def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:

@@ -268,7 +268,7 @@ class Consumer:
         readers = [
             worker_name(pp_rank, tp_rank)
             for pp_rank in range(parallel.pipeline_parallel_size)
-            for tp_rank in range(parallel.tensor_parallel_size)
+            for tp_rank in range(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
         ]
         self._settings = settings
         self._continuation = continuation

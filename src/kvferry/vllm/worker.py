@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 
 from kvferry.geometry import EngineLayout, WorkerShards
 from kvferry.protocol.identity import draw
@@ -52,7 +52,8 @@ class WorkerHalf:
         self._seal = read_seal(settings)
         self._kv_cache_config = kv_cache_config
         self._pp_rank = get_pp_group().rank_in_group
-        self._tp_rank = get_tensor_model_parallel_rank()
+        # Ranks of prefill context parallelism are workers of their own, numbered here as in vLLM's handshake.
+        self._tp_rank = get_tp_group().rank_in_group + get_pcp_group().rank_in_group * get_tp_group().world_size
         self._reader: Reader | None = None
         self._client: Client | None = None
         self._handshake: Handshake | None = None
@@ -75,7 +76,8 @@ class WorkerHalf:
         """
         self.shutdown()
         self._overdue = 0
-        shards = shards_of(kv_caches, self._kv_cache_config, self._config, self._tp_rank)
+        ranks = get_tp_group().rank_in_group, get_dcp_group().rank_in_group
+        shards = shards_of(kv_caches, self._kv_cache_config, self._config, *ranks)
         layout = self._layout(shards)
         self._here, self._name = layout.label, layout.workers[0].name
         self._client = Client("kvferry-acks", seal=self._seal)
