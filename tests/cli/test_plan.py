@@ -62,10 +62,23 @@ def test_the_json_is_complete_and_stable(model: Path) -> None:
         "layers": [0, 2],
         "heads": [0, 2],
         "bytes_per_token": 512,
+        "state_bytes": 0,
         # In each of two layers six blocks whose two heads are one run of bytes, and two heads of a part of a block.
         "descriptors": {"contiguous": 16, "scattered": 16},
     }
     assert _run(model, *PAIR, "--json").stdout == _run(model, *PAIR, "--json").stdout
+
+
+def test_states_of_recurrent_layers_have_columns_of_their_own(model: Path) -> None:
+    recurrent = {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3, "conv_dim": 256}
+    assert "states" not in _run(model, *PAIR).stdout
+    (model / "config.json").write_text(json.dumps({**CONFIG, **recurrent}))
+    shown = _run(model, *PAIR).stdout
+    for said in ("512 bytes per token", "3,072 bytes of states per request", "states each", "a state is counted once"):
+        assert said in shown
+    plan = _answer(model, *PAIR, "--tokens", "100")["plan"]
+    assert plan["state_bytes"] == sum(read["state_bytes"] for read in plan["reads"]) == 3072
+    assert plan["kv_bytes_per_prompt"] == plan["totals"]["moved_bytes"] == 51_200 + 3072
 
 
 def test_every_reason_is_a_line_and_the_exit_code_is_two(model: Path) -> None:

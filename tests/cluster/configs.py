@@ -56,3 +56,29 @@ QWEN2_05B: dict[str, Any] = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+_FULL, _LINEAR = "full_attention", "linear_attention"
+GATED_DELTA_NET: dict[str, Any] = {
+    **GROUPED_QUERY,
+    "layer_types": [_LINEAR, _LINEAR, _FULL, _LINEAR, _FULL],
+    "linear_num_key_heads": 12,
+    "linear_num_value_heads": 24,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+}
+MAMBA2: dict[str, Any] = {
+    **GROUPED_QUERY,
+    "layer_types": [_FULL, "mamba", "mamba", _FULL, "mamba"],
+    "mamba_n_heads": 24,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_ssm_cache_dtype": "float32",
+}
+SHORT_CONVOLUTION: dict[str, Any] = {
+    **GROUPED_QUERY,
+    "layer_types": ["conv", _FULL, "conv", "conv", _FULL],
+    "conv_L_cache": 3,
+    "conv_dim": 96,
+}

@@ -11,7 +11,7 @@ from kvferry.cluster.spec import Layout, kv_bytes_per_token
 from kvferry.errors import SpecError
 from kvferry.geometry import Span, check
 
-from .configs import DEEPSEEK_V3, FEW_HEADS, GROUPED_QUERY, LATENT, LLAMA_405B
+from .configs import DEEPSEEK_V3, FEW_HEADS, GATED_DELTA_NET, GROUPED_QUERY, LATENT, LLAMA_405B
 
 BLOCKS = Blocks(tokens=16, count=9)
 
@@ -75,7 +75,11 @@ def test_a_configuration_without_sizes_is_refused() -> None:
         cache_shape({}, "bfloat16")
 
 
-def test_recurrent_layers_are_named() -> None:
-    config = {"layer_types": ["linear_attention", "full_attention", "linear_attention", "sliding_attention"]}
-    assert unmovable(config) == ["linear_attention layers keep a state that KVFerry does not move"]
+def test_layers_that_keep_something_unknown_are_named() -> None:
+    config = {**GROUPED_QUERY, "layer_types": ["linear_attention", "full_attention", "wave", "sliding_attention"]}
+    assert unmovable(config) == [
+        "config.json does not say in known terms what linear_attention layers keep of a request",
+        "config.json does not say in known terms what wave layers keep of a request",
+    ]
     assert not unmovable(GROUPED_QUERY)
+    assert not unmovable(GATED_DELTA_NET)

@@ -14,7 +14,16 @@ from kvferry.cluster.spec import Layout, kv_bytes_per_token
 from kvferry.errors import SpecError
 from kvferry.geometry import Span, descriptors, plan
 
-from .configs import DEEPSEEK_V3, FEW_HEADS, GROUPED_QUERY, LATENT, LLAMA_405B
+from .configs import (
+    DEEPSEEK_V3,
+    FEW_HEADS,
+    GATED_DELTA_NET,
+    GROUPED_QUERY,
+    LATENT,
+    LLAMA_405B,
+    MAMBA2,
+    SHORT_CONVOLUTION,
+)
 
 SMALL = [Layout(tp, pp) for tp, pp in product(range(1, 5), range(1, 5))]
 ASKED = Question(100, 16, "bfloat16", Link(100.0, "given"))
@@ -45,6 +54,56 @@ def test_reads_are_those_of_whole_engines(config: dict[str, Any], prefill: Layou
             for layer in range(*read.layers)
         )
         assert planned == expected
+
+
+@pytest.mark.parametrize("prefill", SMALL, ids=str)
+@pytest.mark.parametrize("config", [GATED_DELTA_NET, MAMBA2, SHORT_CONVOLUTION], ids=["delta net", "mamba 2", "conv"])
+def test_what_is_read_of_hybrids_is_what_whole_engines_read(config: dict[str, Any], prefill: Layout) -> None:
+    """Bytes of tokens and of states, and descriptors, between every two ranks."""
+    asked = ASKED._replace(tokens=90)
+    shape, blocks = cache_shape(config, "bfloat16"), Blocks(16, 2 * asked.blocks + 1)
+    producer, ids = blueprint(shape, prefill, blocks), range(1, 2 * asked.blocks, 2)
+    for decode in SMALL:
+        expected: dict[tuple[Place, Place], Counter[str]] = defaultdict(Counter)
+        for reader in blueprint(shape, decode, blocks).workers:
+            for index, pieces in plan(producer, reader).reads.items():
+                found = expected[Place(reader.pp_rank, reader.tp_rank), Place(*divmod(index, prefill.tp))]
+                for piece in pieces:
+                    found["state" if piece.local.kind == "state" else "token"] += (
+                        piece.heads.size * piece.local.cell_bytes
+                    )
+                ranges = descriptors(pieces, [ids], [ids], Span(0, asked.tokens))
+                found["scattered"] += sum(map(len, ranges.values()))
+        planned: dict[tuple[Place, Place], Counter[str]] = defaultdict(Counter)
+        for read in _plan(config, prefill, decode, asked).reads:
+            of = {"token": read.bytes_per_token, "state": read.state_bytes, "scattered": read.descriptors.scattered}
+            planned[read.reader, read.producer].update(of)
+        assert {pair: +found for pair, found in planned.items()} == expected
+
+
+def test_a_state_counts_once_for_each_request() -> None:
+    """Whatever the prompt's length: 3 of 5 layers, with 3 inputs of 2 x 96 + 96 channels and 24 heads of 4 x 8."""
+    state = 3 * (3 * (2 * 96 + 96) + 24 * 4 * 8) * 2
+    for tokens in (1, 1000):
+        planned = _plan(GATED_DELTA_NET, Layout(2), Layout(1, 2), ASKED._replace(tokens=tokens))
+        assert planned.state_bytes == state
+        assert planned.kv_bytes_per_token == kv_bytes_per_token(GATED_DELTA_NET, "bfloat16") * 2 // 5
+        assert planned.totals.moved_bytes == planned.kv_bytes_per_prompt == state + tokens * planned.kv_bytes_per_token
+        assert sum(stage.state_bytes for stage in planned.decode.stages) == state
+        assert [stage.state_bytes for stage in planned.prefill.stages] == [state // 2]
+    assert any("a state is counted once" in note for note in planned.notes)
+
+
+def test_what_a_single_group_of_mamba_has_is_on_every_rank() -> None:
+    """All of B and C beside a part of the rest: 2 x 16 channels of 3 inputs in each of 3 layers."""
+    one, two = (_plan(MAMBA2, Layout(tp), Layout(tp)) for tp in (1, 2))
+    shared = 3 * 3 * 2 * 16 * 2
+    assert two.prefill.stages[0].state_bytes == (one.prefill.stages[0].state_bytes - shared) // 2 + shared
+
+
+def test_a_state_that_tensor_parallelism_cannot_deal_out_is_a_reason() -> None:
+    answer = report({**GATED_DELTA_NET, "linear_num_key_heads": 9}, Layout(1), Layout(2), ASKED)
+    assert answer.reasons == ("decode tp=2,pp=1,dp=1: 9 heads or channels of a state cannot be split over tp=2",)
 
 
 @pytest.mark.parametrize("prefill", SMALL, ids=str)
@@ -124,7 +183,7 @@ def test_every_reason_of_both_sides_is_given() -> None:
     assert answer == Report(
         False,
         (
-            "linear_attention layers keep a state that KVFerry does not move",
+            "config.json does not say in known terms what linear_attention layers keep of a request",
             "prefill tp=48,pp=160,dp=1: 128 attention heads cannot be split over tp=48",
             "prefill tp=48,pp=160,dp=1: 126 layers are too few for pp=160",
             "decode tp=3,pp=1,dp=1: 128 attention heads cannot be split over tp=3",

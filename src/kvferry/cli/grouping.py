@@ -22,6 +22,7 @@ class Group(NamedTuple):
     heads: Span
     reads_each: int
     bytes_per_token_each: int
+    state_bytes_each: int
 
 
 def grouped(reads: Sequence[Read]) -> list[Group]:
@@ -34,8 +35,14 @@ def grouped(reads: Sequence[Read]) -> list[Group]:
 def _groups(reads: Iterable[Read]) -> Iterator[Group]:
     for _, pair in groupby(reads, key=lambda read: (read.reader.pp, read.producer.pp)):
         by_reader = [list(group) for _, group in groupby(pair, key=lambda read: read.reader)]
-        for _, alike in groupby(by_reader, key=lambda mine: (len(mine), sum(read.bytes_per_token for read in mine))):
+        for _, alike in groupby(by_reader, key=lambda mine: (len(mine), *_bytes(mine))):
             yield _group(list(alike))
+
+
+def _bytes(reads: Iterable[Read]) -> tuple[int, int]:
+    """Of each token, and of a request's states."""
+    reads = list(reads)
+    return sum(read.bytes_per_token for read in reads), sum(read.state_bytes for read in reads)
 
 
 def _group(by_reader: Sequence[Sequence[Read]]) -> Group:
@@ -48,7 +55,7 @@ def _group(by_reader: Sequence[Sequence[Read]]) -> Group:
         every[0].layers,
         Span(min(read.heads.start for read in every), max(read.heads.stop for read in every)),
         len(first),
-        sum(read.bytes_per_token for read in first),
+        *_bytes(first),
     )
 
 
@@ -59,5 +66,7 @@ def numbered(kind: str, start: int, stop: int, count: int | None = None) -> str:
 
 
 def inclusive(span: Span) -> str:
-    """A half-open range as people count: ``0..7``, or ``3`` alone."""
+    """A half-open range as people count: ``0..7``, ``3`` alone, or nothing."""
+    if not span:
+        return "none"
     return f"{span.start}..{span.stop - 1}" if span.size > 1 else str(span.start)

@@ -107,7 +107,7 @@ def _bands(planned: Plan, left: Column, right: Column) -> list[Band]:
     heads: dict[tuple[Key, Key, Span], Span] = {}
     for read in planned.reads:
         key = (left.key(read.producer), right.key(read.reader), read.layers)
-        sums[key] += read.bytes_per_token * planned.tokens
+        sums[key] += read.bytes(planned.tokens)
         seen = heads.get(key, read.heads)
         heads[key] = Span(min(seen.start, read.heads.start), max(seen.stop, read.heads.stop))
     bands = [Band(*key, heads[key], count) for key, count in sorted(sums.items())]

@@ -16,7 +16,7 @@ from kvferry.cli.picture import save_picture
 from kvferry.cli.tables import Rows
 from kvferry.cli.units import amount, duration
 from kvferry.cluster.blueprint import DTYPES
-from kvferry.cluster.pairing import Link, Plan, Question, Side, Totals, measured_link, report
+from kvferry.cluster.pairing import Link, Plan, Question, Totals, measured_link, report
 from kvferry.cluster.spec import Layout, read_config_file, read_model_config
 from kvferry.errors import SpecError
 
@@ -113,10 +113,11 @@ def screen(planned: Plan, name: str) -> Group:
         Text("This pair works: ", style="green") + pair,
         Text(
             f"KV cache: {planned.kv_bytes_per_token:,} bytes per token in {planned.dtype}, "
-            f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens."
+            + (f"{planned.state_bytes:,} bytes of states per request, " if planned.state_bytes else "")
+            + f"{amount(planned.kv_bytes_per_prompt)} per prompt of {planned.tokens:,} tokens."
         ),
         Text(),
-        _memory_table(planned.prefill, planned.decode, name),
+        _memory_table(planned, name),
         Text(),
         _reads_table(planned),
         Text(),
@@ -128,10 +129,12 @@ def screen(planned: Plan, name: str) -> Group:
     )
 
 
-def _memory_table(prefill: Side, decode: Side, name: str) -> Rows:
-    numbers = ("weights", "KV/token", "KV/prompt")
+def _memory_table(planned: Plan, name: str) -> Rows:
+    """A model without recurrent layers has no column for their states; nor has the table of reads."""
+    states = bool(planned.state_bytes)
+    numbers = ("weights", "KV/token", *(["states"] if states else []), "KV/prompt")
     table = Rows(f"Memory of each rank ({name})", ("instance", "ranks", "layers", *numbers), numbers)
-    for role, side in (("prefill", prefill), ("decode", decode)):
+    for role, side in (("prefill", planned.prefill), ("decode", planned.decode)):
         for stage in side.stages:
             table.add(
                 role,
@@ -139,13 +142,15 @@ def _memory_table(prefill: Side, decode: Side, name: str) -> Rows:
                 inclusive(stage.layers),
                 amount(stage.weights_bytes),
                 f"{stage.kv_bytes_per_token:,}",
+                *([amount(stage.state_bytes)] if states else []),
                 amount(stage.kv_bytes_per_prompt),
             )
     return table
 
 
 def _reads_table(planned: Plan) -> Rows:
-    numbers = ("reads each", "bytes/token each")
+    states = bool(planned.state_bytes)
+    numbers = ("reads each", "bytes/token each", *(["states each"] if states else []))
     table = Rows("Who reads what from whom", ("decode", "prefill", "layers", "heads", *numbers), numbers)
     for group in grouped(planned.reads):
         table.add(
@@ -155,6 +160,7 @@ def _reads_table(planned: Plan) -> Rows:
             inclusive(group.heads),
             str(group.reads_each),
             f"{group.bytes_per_token_each:,}",
+            *([amount(group.state_bytes_each)] if states else []),
         )
     return table
 

@@ -4,10 +4,12 @@ The result is the same `EngineLayout` that running engines describe themselves w
 `kvferry.geometry` plan for it what the connector would do. Addresses are made up, one distant range per layer.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry.cluster.spec import Layout, kv_bytes_per_token
+from kvferry.cluster.states import Part, state_parts
 from kvferry.errors import SpecError
 from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, WorkerShards, heads_of_rank
 from kvferry.geometry.layout import Kind
@@ -22,7 +24,7 @@ OPTIONAL = (
     *("first_k_dense_replace", "decoder_sparse_step"),
 )
 """Sizes that may be missing, null or 0."""
-MOVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+CACHING = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 SIZE_LIMIT = 1 << 20
 LAYER_BYTES = 1 << 40
 """Distance of made-up layer addresses: no two layers of a worker touch, as in vLLM, which gives each its tensor."""
@@ -30,12 +32,14 @@ LAYER_BYTES = 1 << 40
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The KV cache of one token of a model.
+    """The cache of a model: of each token in most layers, of each request in recurrent ones.
 
     Attributes:
-        layers: attention layers that cache.
+        layers: of the model.
         heads: KV heads over all ranks; 1 for a latent cache.
         cell_bytes: bytes of one (layer, head, token): K and V together, or the latent vector.
+        recurrent: layers that keep a state instead.
+        state: its parts, the same in each of them.
     """
 
     kind: Kind
@@ -43,11 +47,30 @@ class CacheShape:
     heads: int
     cell_bytes: int
     dtype: str
+    recurrent: frozenset[int] = frozenset()
+    state: tuple[Part, ...] = ()
+
+    def caching(self, layers: Span) -> int:
+        """How many of ``layers`` cache tokens."""
+        return layers.size - self.keeping(layers)
+
+    def keeping(self, layers: Span) -> int:
+        """How many of ``layers`` keep a state."""
+        return len(self.recurrent & set(range(*layers)))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes over all layers and heads, each once."""
-        return self.layers * self.heads * self.cell_bytes
+        return self.caching(Span(0, self.layers)) * self.heads * self.cell_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's states over all layers, whatever the number of its tokens, each once."""
+        return len(self.recurrent) * sum(part.cells * part.cell_bytes for part in self.state)
+
+    def state_bytes_per_rank(self, tp: int) -> int:
+        """Bytes of one layer's state on a tensor parallel rank."""
+        return sum(part.cells // (1 if part.repeated else tp) * part.cell_bytes for part in self.state)
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,7 @@ class Blocks:
 
 
 def cache_shape(config: dict[str, Any], dtype: str) -> CacheShape:
-    """The cache that ``kv_bytes_per_token`` counts, cut into cells.
+    """The cache that ``kv_bytes_per_token`` counts, cut into cells, and the states of recurrent layers.
 
     Raises:
         SpecError: the configuration lacks a size, or has one that is no positive whole number.
@@ -71,7 +94,13 @@ def cache_shape(config: dict[str, Any], dtype: str) -> CacheShape:
     cell_bytes = kv_bytes_per_token(config, dtype) // layers // heads
     if not cell_bytes:
         raise SpecError("config.json: hidden_size is smaller than num_attention_heads, so a head has no size")
-    return CacheShape("latent" if latent else "attention", layers, heads, cell_bytes, dtype)
+    kinds = config.get("layer_types")
+    kept = {at for at, kind in enumerate(kinds) if kind not in CACHING} if isinstance(kinds, list) else set()
+    return CacheShape(
+        *("latent" if latent else "attention", layers, heads, cell_bytes, dtype),
+        frozenset(kept & set(range(layers))),
+        state_parts(config, dtype),
+    )
 
 
 def _require_sizes(config: dict[str, Any]) -> None:
@@ -87,8 +116,16 @@ def _require_sizes(config: dict[str, Any]) -> None:
 def unmovable(config: dict[str, Any]) -> list[str]:
     """Reasons why KVFerry cannot move this model's cache, whatever the layouts."""
     kinds = config.get("layer_types")
-    strange = {str(kind) for kind in kinds} - MOVABLE_LAYERS if isinstance(kinds, list) else set()
-    return [f"{kind} layers keep a state that KVFerry does not move" for kind in sorted(strange)]
+    strange = {str(kind) for kind in kinds} - CACHING if isinstance(kinds, list) else set()
+    if state_parts(config, DTYPES[0]):
+        return []
+    return [f"config.json does not say in known terms what {kind} layers keep of a request" for kind in sorted(strange)]
+
+
+def unsplit_states(shape: CacheShape, layout: Layout) -> list[str]:
+    """Reasons why tensor parallelism cannot deal out the states of recurrent layers; vLLM has the same rule."""
+    odd = {part.units for part in shape.state if shape.recurrent and not part.repeated and part.units % layout.tp}
+    return [f"{units} heads or channels of a state cannot be split over tp={layout.tp}" for units in sorted(odd)]
 
 
 def stages(layers: int, layout: Layout) -> tuple[Span, ...]:
@@ -110,7 +147,7 @@ def blueprint(shape: CacheShape, layout: Layout, blocks: Blocks) -> EngineLayout
     The packing is taken to be separable, which GPU backends are; the core is one of ``layout.dp`` equal ones.
     """
     workers = [
-        WorkerShards(pp_rank, tp_rank, _shards(shape, held, heads_of_rank(shape.heads, layout.tp, tp_rank), blocks))
+        WorkerShards(pp_rank, tp_rank, tuple(_shards(shape, held, tp_rank, layout.tp, blocks)))
         for pp_rank, held in enumerate(stages(shape.layers, layout))
         for tp_rank in range(layout.tp)
     ]
@@ -118,35 +155,66 @@ def blueprint(shape: CacheShape, layout: Layout, blocks: Blocks) -> EngineLayout
     return EngineLayout(f"blueprint {layout}", layout.tp, layout.pp, 0, fingerprint, tuple(workers))
 
 
-def one_layer(shape: CacheShape, layout: Layout, blocks: Blocks) -> EngineLayout:
+def one_layer(shape: CacheShape, layout: Layout, blocks: Blocks, recurrent: bool = False) -> EngineLayout:
     """The tensor parallel ranks of any one pipeline stage, with one of its layers.
 
     Who reads which heads from which tensor parallel rank depends on neither layer nor stage, so planning this is
     planning all.
     """
-    return blueprint(replace(shape, layers=1), replace(layout, pp=1, partition=None), blocks)
+    one = replace(shape, layers=1, recurrent=frozenset({0} if recurrent else ()))
+    return blueprint(one, replace(layout, pp=1, partition=None), blocks)
 
 
-def _shards(shape: CacheShape, layers: Span, heads: Span, blocks: Blocks) -> tuple[LayerShard, ...]:
-    head_stride = shape.cell_bytes * blocks.tokens
-    return tuple(
-        LayerShard(
+def _shards(shape: CacheShape, layers: Span, rank: int, tp: int, blocks: Blocks) -> Iterator[LayerShard]:
+    heads = heads_of_rank(shape.heads, tp, rank)
+    for index, layer in enumerate(range(*layers)):
+        address = (1 + index) * LAYER_BYTES
+        if layer in shape.recurrent:
+            yield from _states(shape, layer, rank, tp, blocks, address)
+            continue
+        head_stride = shape.cell_bytes * blocks.tokens
+        yield LayerShard(
             layer=f"model.layers.{layer}.self_attn.attn",
             kind=shape.kind,
             heads=heads,
             total_heads=shape.heads,
-            block_tokens=blocks.tokens,
-            num_blocks=blocks.count,
             cell_bytes=shape.cell_bytes,
-            dtype=shape.dtype,
-            packing="separable",
-            opaque=False,
-            group=0,
-            address=(1 + index) * LAYER_BYTES,
+            address=address,
             block_stride=head_stride * heads.size,
             head_stride=head_stride,
             token_stride=shape.cell_bytes,
-            memory="VRAM",
+            **_alike(shape, blocks),
         )
-        for index, layer in enumerate(range(*layers))
-    )
+
+
+def _states(shape: CacheShape, layer: int, rank: int, tp: int, blocks: Blocks, address: int) -> Iterator[LayerShard]:
+    """The parts of a state behind each other in a page, each cut by itself (see ``kvferry.vllm.state_view``)."""
+    page = shape.state_bytes_per_rank(tp)
+    for part in shape.state:
+        copies = tp if part.repeated else 1
+        held, index = part.cells * copies // tp, rank // copies
+        yield LayerShard(
+            layer=f"model.layers.{layer}.{part.name}",
+            kind="state",
+            heads=Span(index * held, (index + 1) * held),
+            total_heads=part.cells,
+            cell_bytes=part.cell_bytes,
+            address=address,
+            block_stride=page,
+            head_stride=part.cell_bytes,
+            token_stride=0,
+            **_alike(shape, blocks),
+        )
+        address += held * part.cell_bytes
+
+
+def _alike(shape: CacheShape, blocks: Blocks) -> dict[str, Any]:
+    return {
+        "block_tokens": blocks.tokens,
+        "num_blocks": blocks.count,
+        "dtype": shape.dtype,
+        "packing": "separable",
+        "opaque": False,
+        "group": 0,
+        "memory": "VRAM",
+    }

@@ -6,14 +6,14 @@ own: a prompt moves from one core to one core, so one of each side is planned.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.cluster.blueprint import Blocks, CacheShape, cache_shape, one_layer, stages, unmovable
+from kvferry.cluster.blueprint import Blocks, CacheShape, cache_shape, one_layer, stages, unmovable, unsplit_states
 from kvferry.cluster.spec import SIZE_LIMIT, Layout, layout_reasons
 from kvferry.cluster.transfers import read_transfers
 from kvferry.cluster.weights import LEFT_OUT, weight_bytes
@@ -56,7 +56,8 @@ class Read(msgspec.Struct, frozen=True):
     """What one decode worker reads from one prefill worker.
 
     Attributes:
-        layers, heads: half open, ``[start, stop)``, global.
+        layers, heads: half open, ``[start, stop)``, global; no heads where nothing but states is read.
+        state_bytes: of recurrent layers, whatever the length of the prompt.
         descriptors: for the whole prompt.
     """
 
@@ -65,16 +66,27 @@ class Read(msgspec.Struct, frozen=True):
     layers: Span
     heads: Span
     bytes_per_token: int
+    state_bytes: int
     descriptors: Ranges
+
+    def bytes(self, tokens: int) -> int:
+        """For a prompt of ``tokens`` tokens."""
+        return self.bytes_per_token * tokens + self.state_bytes
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage; its figures are of each of its tensor parallel ranks, in bytes."""
+    """One pipeline stage; its figures are of each of its tensor parallel ranks, in bytes.
+
+    Attributes:
+        state_bytes: of recurrent layers, for each request.
+        kv_bytes_per_prompt: whole blocks, and the states.
+    """
 
     pp: int
     layers: Span
     weights_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int
     kv_bytes_per_prompt: int
 
 
@@ -126,7 +138,8 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Everything about a pair that works; the prompt has `tokens` tokens."""
+    """Everything about a pair that works; the prompt has `tokens` tokens, `state_bytes` of which depend on no number of
+    them."""
 
     tokens: int
     block_tokens: int
@@ -134,6 +147,7 @@ class Plan(msgspec.Struct, frozen=True):
     link: Link
     kv_heads: int
     kv_bytes_per_token: int
+    state_bytes: int
     kv_bytes_per_prompt: int
     prefill: Side
     decode: Side
@@ -185,13 +199,14 @@ def report(config: dict[str, Any], prefill: Layout, decode: Layout, question: Qu
         link=question.link,
         kv_heads=shape.heads,
         kv_bytes_per_token=shape.bytes_per_token,
-        kv_bytes_per_prompt=shape.bytes_per_token * question.tokens,
+        state_bytes=shape.state_bytes,
+        kv_bytes_per_prompt=shape.bytes_per_token * question.tokens + shape.state_bytes,
         prefill=_side(config, shape, prefill, question),
         decode=receiving,
         totals=_totals(reads, receiving, question),
         reads=reads,
         alternatives=tuple(_alternatives(config, shape, prefill, decode, question)),
-        notes=tuple(_notes(config)),
+        notes=tuple(_notes(config, shape)),
     )
     return Report(True, (), planned)
 
@@ -221,54 +236,78 @@ def _reasons(
     unsplit = [
         f"{side} {layout}: {reason}"
         for side, layout in (("prefill", prefill), ("decode", decode))
-        for reason in layout_reasons(layout, config)
+        for reason in (*layout_reasons(layout, config), *unsplit_states(shape, layout))
     ]
     reasons = unmovable(config) + unsplit
     if reasons:
         return reasons
     blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
-    return check(one_layer(shape, prefill, blocks), one_layer(shape, decode, blocks))
+    both = [[one_layer(shape, layout, blocks, kept) for layout in (prefill, decode)] for kept in (False, True)]
+    return [reason for pair in both for reason in check(*pair)]
 
 
-def _notes(config: dict[str, Any]) -> Iterator[str]:
+def _notes(config: dict[str, Any], shape: CacheShape) -> Iterator[str]:
     yield LEFT_OUT
     yield "seconds are bytes over link speed on the busiest worker; the cost per descriptor comes on top"
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and WINDOWED & set(map(str, kinds)):
         yield "layers with a sliding window are counted as if they kept the whole prompt"
+    if shape.recurrent:
+        yield (
+            "a state is counted once for each request and by its own bytes; vLLM pads it to its page and keeps more of "
+            "them where prefixes are cached; weights of recurrent layers are taken to be those of attention"
+        )
     if config.get("index_head_dim"):
         yield "the cache of the sparse attention indexer is not counted"
 
 
-class _HeadRead(NamedTuple):
-    """What a tensor parallel rank reads from another, in any one layer."""
+class _RankRead(NamedTuple):
+    """What a tensor parallel rank reads from another in any one layer: bytes of each token, or of a state."""
 
     reader: int
     producer: int
     heads: Span
+    bytes: int
     descriptors: Ranges
 
 
-def _head_reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[_HeadRead]:
-    blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
-    producer, consumer = one_layer(shape, prefill, blocks), one_layer(shape, decode, blocks)
+NOTHING = _RankRead(0, 0, Span(0, 0), 0, Ranges(0, 0))
+
+
+def _head_reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[_RankRead]:
     counted: dict[tuple[int, ...], Ranges] = {}
+    for reader, producer, pieces in _pieces(shape, prefill, decode, question, recurrent=False):
+        for piece in pieces:
+            # Only sizes decide how many ranges there are, never where the heads lie.
+            sizes = (piece.heads.size, piece.local.heads.size, piece.remote.heads.size)
+            if sizes not in counted:
+                counted[sizes] = _ranges([piece], question)
+            yield _RankRead(reader, producer, piece.heads, piece.heads.size * shape.cell_bytes, counted[sizes])
+
+
+def _state_reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[_RankRead]:
+    for reader, producer, pieces in _pieces(shape, prefill, decode, question, recurrent=True):
+        size = sum(piece.heads.size * piece.local.cell_bytes for piece in pieces)
+        yield _RankRead(reader, producer, NOTHING.heads, size, _ranges(pieces, question))
+
+
+def _pieces(
+    shape: CacheShape, prefill: Layout, decode: Layout, question: Question, recurrent: bool
+) -> Iterator[tuple[int, int, tuple[Piece, ...]]]:
+    """Of a layer of one sort: reader, producer (tensor parallel ranks), and what moves between them."""
+    blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
+    producer, consumer = (one_layer(shape, layout, blocks, recurrent) for layout in (prefill, decode))
     for reader in consumer.workers:
         for index, pieces in plan(producer, reader).reads.items():
-            for piece in pieces:
-                # Only sizes decide how many ranges there are, never where the heads lie.
-                sizes = (piece.heads.size, piece.local.heads.size, piece.remote.heads.size)
-                if sizes not in counted:
-                    counted[sizes] = _ranges(piece, question)
-                yield _HeadRead(reader.tp_rank, producer.workers[index].tp_rank, piece.heads, counted[sizes])
+            yield reader.tp_rank, producer.workers[index].tp_rank, pieces
 
 
-def _ranges(piece: Piece, question: Question) -> Ranges:
+def _ranges(pieces: Sequence[Piece], question: Question) -> Ranges:
     contiguous = range(1, question.blocks + 1)
     scattered = range(1, 2 * question.blocks, 2)
     return Ranges(
         *(
-            sum(map(len, descriptors([piece], [ids], [ids], Span(0, question.tokens)).values()))
+            sum(map(len, descriptors(pieces, [ids], [ids], Span(0, question.tokens)).values()))
             for ids in (contiguous, scattered)
         )
     )
@@ -276,19 +315,24 @@ def _ranges(piece: Piece, question: Question) -> Ranges:
 
 def _reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[Read]:
     """Every read: what tensor parallel ranks do in a layer, in every range of layers that two stages share."""
-    head_reads = list(_head_reads(shape, prefill, decode, question))
+    heads = {(read.reader, read.producer): read for read in _head_reads(shape, prefill, decode, question)}
+    states = {(read.reader, read.producer): read for read in _state_reads(shape, prefill, decode, question)}
     for reader_pp, mine in enumerate(stages(shape.layers, decode)):
         for producer_pp, theirs in enumerate(stages(shape.layers, prefill)):
-            if layers := mine & theirs:
-                for reader, producer, heads, ranges in head_reads:
-                    yield Read(
-                        Place(reader_pp, reader),
-                        Place(producer_pp, producer),
-                        layers,
-                        heads,
-                        layers.size * heads.size * shape.cell_bytes,
-                        ranges * layers.size,
-                    )
+            layers = mine & theirs
+            caching, keeping = shape.caching(layers), shape.keeping(layers)
+            for pair in sorted({*(heads if caching else ()), *(states if keeping else ())}):
+                of_tokens = heads.get(pair, NOTHING) if caching else NOTHING
+                of_state = states.get(pair, NOTHING)
+                yield Read(
+                    Place(reader_pp, pair[0]),
+                    Place(producer_pp, pair[1]),
+                    layers,
+                    of_tokens.heads,
+                    of_tokens.bytes * caching,
+                    of_state.bytes * keeping,
+                    of_tokens.descriptors * caching + of_state.descriptors * keeping,
+                )
 
 
 def _side(config: dict[str, Any], shape: CacheShape, layout: Layout, question: Question) -> Side:
@@ -300,8 +344,10 @@ def _side(config: dict[str, Any], shape: CacheShape, layout: Layout, question: Q
         raise SpecError(f"config.json: a size of the model is not a number: {error}") from error
 
     def stage(pp: int, layers: Span, weight: int) -> Stage:
-        per_token = layers.size * heads * shape.cell_bytes
-        return Stage(pp, layers, weight, per_token, per_token * question.blocks * question.block_tokens)
+        per_token = shape.caching(layers) * heads * shape.cell_bytes
+        state = shape.keeping(layers) * shape.state_bytes_per_rank(layout.tp)
+        whole_blocks = per_token * question.blocks * question.block_tokens
+        return Stage(pp, layers, weight, per_token, state, whole_blocks + state)
 
     held = tuple(stage(pp, *of) for pp, of in enumerate(zip(spans, weights, strict=True)))
     return Side(str(layout), layout.tp, layout.pp, layout.dp, layout.workers, held)
@@ -312,13 +358,13 @@ def _totals(reads: Iterable[Read], side: Side, question: Question) -> Totals:
     sent: Counter[Place] = Counter()
     ranges = Ranges(0, 0)
     for read in reads:
-        received[read.reader] += read.bytes_per_token
-        sent[read.producer] += read.bytes_per_token
+        received[read.reader] += read.bytes(question.tokens)
+        sent[read.producer] += read.bytes(question.tokens)
         ranges += read.descriptors
-    busiest = max(*received.values(), *sent.values()) * question.tokens
+    busiest = max(*received.values(), *sent.values())
     return Totals(
         readers=len(received),
-        moved_bytes=received.total() * question.tokens,
+        moved_bytes=received.total(),
         kv_bytes_per_rank=max(stage.kv_bytes_per_prompt for stage in side.stages),
         weights_bytes_per_rank=max(stage.weights_bytes for stage in side.stages),
         descriptors=ranges,
