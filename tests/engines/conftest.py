@@ -1,6 +1,8 @@
 """Real vLLM engines, started when a test first needs them and kept while there is room."""
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster.commands import cpu_build_installed
+from kvferry.cluster.commands import CONNECTOR, CPU_PATIENCE, cpu_build_installed
 from kvferry.cluster.dispatch import Dispatcher
 from kvferry.cluster.launch import logging_transfers, start_instances
 from kvferry.cluster.ports import free_ports
 from kvferry.cluster.spec import InstanceSpec, Layout
 from kvferry.cluster.supervisor import Managed, PeakMemory, Supervisor
 from kvferry.cluster.tiny import tiny
+
+from .drafters import eagle
 
 MOST_WORKERS = 8  # alive at once; about 10 GB with the processes around them
 CACHE_BYTES = 32 << 20  # small, so that a test can make an engine reuse its blocks
@@ -40,6 +44,38 @@ def _faults(policy: str, side_channel_port: int, *extra: str) -> dict[str, Any]:
     }
 
 
+def _beside(*children: dict[str, Any]) -> dict[str, Any]:
+    """Children of vLLM's MultiConnector, in this order. Requests are loaded by the first that has something."""
+    connectors = [{"kv_role": "kv_both", **child} for child in children]
+    parent = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    config = {**parent, "kv_connector_extra_config": {"connectors": connectors}}
+    return {
+        "role": None,
+        "extra": ("--kv-transfer-config", json.dumps(config)),
+        # Without the development interface nobody can make an engine forget its prefix cache.
+        "environment": {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        },
+    }
+
+
+def _drafted(method: str, drafter: Path) -> dict[str, Any]:
+    config = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    return {"extra": ("--speculative-config", json.dumps(config))}
+
+
+ROOT = Path(__file__).parents[2]
+FERRY = {"kv_connector": CONNECTOR, "kv_connector_extra_config": dict(CPU_PATIENCE)}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 64 << 20,
+        "spec_module_path": "tests.engines.offloading",
+        "spec_name": "CopyingSpec",
+    },
+}
+
 VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "": lambda _: {},
     "recompute": lambda port: _faults("recompute", port),
@@ -56,6 +92,19 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     },
     # The CPU build's Mamba 2 kernel cannot export the states between chunks that prefix caching wants.
     "uncached": lambda _: {"extra": ("--no-enable-prefix-caching",)},
+    "streaming": lambda _: {
+        "extra": ("--num-gpu-blocks-override", "64", "--max-num-batched-tokens", "256"),
+        "connector_config": {"kv_lease_duration": 30, "claim_timeout": 30, "streaming": True},
+        "kv_load_failure_policy": "recompute",
+        "environment": {"KVFERRY_SECRET": "known to engines that stream only"},
+    },
+    # With the model itself as its drafter: each guess is right exactly where the drafter's cache is.
+    "drafted": lambda _: _drafted("draft_model", tiny("qwen2")),
+    "eagle": lambda _: _drafted("eagle", eagle("llama")),
+    "fp8": lambda _: {"extra": ("--kv-cache-dtype", "fp8")},
+    "bfloat16-small-blocks": lambda _: {"dtype": "bfloat16", "extra": ("--block-size", "32")},
+    "ferry-first": lambda _: _beside(FERRY, OFFLOADING),
+    "offloading-first": lambda _: _beside(OFFLOADING, FERRY),
     # The CPU build's kernel for mixtures of experts refuses float32.
     "bfloat16": lambda _: {"dtype": "bfloat16"},
     "traced": lambda port: {

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -173,6 +174,29 @@ def test_requests_of_the_other_child_are_none_of_ours(make_parent):
     output = KVConnectorOutput(finished_sending={"theirs"}, finished_recving={"theirs"}, failed_recving={"theirs"})
     parent.update_connector_output(output)
     assert _prefill(parent)[0]
+
+
+@pytest.mark.parametrize("other", ["OffloadingConnector", "NixlConnector"])
+def test_the_parent_finds_one_layout_for_all_children(make_parent, other):
+    """It compares what children ask for by name, and refuses two names of one layout."""
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("KVFerryConnector", other)]
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(use_mla=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
+
+
+def test_stages_beside_a_child_that_knows_none_are_refused_by_vllm():
+    """The parent hands our workers' descriptions to every child, and vLLM's default takes those of one stage only."""
+    child = object.__new__(OffloadingConnector)
+    child.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
+    with pytest.raises(ValueError, match="OffloadingConnector received pp_rank > 0"):
+        child.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (1, 0): Foreign()})
 
 
 def test_statistics_are_rebuilt_by_the_class_name(make_parent):

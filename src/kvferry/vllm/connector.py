@@ -165,9 +165,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outermost within a block, so that a head range is one run of bytes. A wish: any layout works."""
+        """Heads outermost within a block, so that a head range is one run of bytes. A wish: any layout works.
+
+        By the name that vLLM's own connectors use: MultiConnector takes another name for another layout.
+        """
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "HND"
+        return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
