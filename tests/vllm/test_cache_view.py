@@ -235,7 +235,6 @@ def test_cells_that_are_not_one_of_a_head_and_a_token_are_refused(change):
     ("change", "match"),
     [
         ({"mamba_type": MambaAttentionBackendEnum.LINEAR}, "2 states of LINEAR"),
-        ({"num_speculative_blocks": 2}, "MAMBA2 with speculative decoding"),
         ({"shapes": ((3, 8),) * 3, "dtypes": (torch.float16,) * 3}, "3 states of MAMBA2"),
     ],
 )

@@ -4,7 +4,9 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 import vllm
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
 from kvferry.vllm.compat import fingerprint, require_supported
@@ -68,7 +70,7 @@ def platform(monkeypatch):
 
 
 def _groups(**group):
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(**group)])
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(**{"kv_cache_spec": SimpleNamespace(), **group})])
 
 
 def test_the_installed_vllm_is_supported():
@@ -119,6 +121,16 @@ def test_cross_attention_is_refused():
 def test_replicas_of_a_cache_in_host_memory_are_refused(group):
     with pytest.raises(UnsupportedError, match=r"group 0 .* HiSparse"):
         require_supported(_make_engine(), _groups(**group))
+
+
+def test_recurrent_states_of_guesses_are_refused():
+    plain, drafted = (
+        MambaSpec(16, shapes=((3, 24),), dtypes=(torch.float32,), num_speculative_blocks=blocks) for blocks in (0, 3)
+    )
+    require_supported(_make_engine(), _groups(kv_cache_spec=plain))
+    for spec in (drafted, SimpleNamespace(kv_cache_specs={"a": plain, "b": drafted})):
+        with pytest.raises(UnsupportedError, match=r"a state for every guess.*remove --speculative-config"):
+            require_supported(_make_engine(), _groups(kv_cache_spec=spec))
 
 
 def test_every_reason_is_given_at_once(monkeypatch):

@@ -14,6 +14,7 @@ import vllm.platforms
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import Fingerprint
 from kvferry.protocol.messages import PROTOCOL_VERSION
+from kvferry.vllm.continuation import layer_specs
 from kvferry.vllm.versions import minor_version
 
 if TYPE_CHECKING:
@@ -69,6 +70,11 @@ def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterat
     for number, group in enumerate(kv_cache_config.kv_cache_groups if kv_cache_config else ()):
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
             yield f"KV cache group {number} lies in host memory or is a replica of one that does; turn off HiSparse"
+    if kv_cache_config and any(getattr(spec, "num_speculative_blocks", 0) for spec in layer_specs(kv_cache_config)):
+        yield (
+            "with speculative decoding recurrent layers keep a state for every guess, and nothing says which of them "
+            "is the prompt's; remove --speculative-config"
+        )
 
 
 def fingerprint(config: VllmConfig, model_id: str | None) -> Fingerprint:

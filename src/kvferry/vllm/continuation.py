@@ -62,7 +62,7 @@ PLAIN = Continuation()
 
 def continuation(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Continuation:
     """What the KV cache groups of an engine, and its drafter, allow."""
-    specs = list(_layer_specs(kv_cache_config))
+    specs = list(layer_specs(kv_cache_config))
     exact = any(isinstance(spec, MambaSpec) for spec in specs)
     windowed = any(getattr(spec, what, None) for spec in specs for what in ("sliding_window", "attention_chunk_size"))
     # A drafter of several modules reads that many tokens ahead, and must not see unverified ones in place of them.
@@ -70,7 +70,8 @@ def continuation(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Continua
     return Continuation(max(int(exact or windowed), ahead - 1), exact)
 
 
-def _layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+def layer_specs(kv_cache_config: KVCacheConfig) -> Iterator[Any]:
+    """Of every layer, or one that stands for all layers of a KV cache group."""
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         yield from getattr(spec, "kv_cache_specs", {"": spec}).values()

@@ -77,11 +77,10 @@ def state_shards(
         UnsupportedError: a kind of recurrent layer, or a shape, that is not known here.
     """
     kind = spec.mamba_type.name
-    if kind not in PROJECTIONS or len(spec.shapes) > 2 or spec.num_speculative_blocks:
-        more = " with speculative decoding" if spec.num_speculative_blocks else ""
+    if kind not in PROJECTIONS or len(spec.shapes) > 2:
         known = ", ".join(PROJECTIONS)
         raise UnsupportedError(
-            f"{layer}: KVFerry cannot move {len(spec.shapes)} states of {kind}{more}; it knows one or two of {known}"
+            f"{layer}: KVFerry cannot move {len(spec.shapes)} states of {kind}; it knows one or two of {known}"
         )
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1) or cache.shape[3] * cache.element_size() < _bytes(spec):
         raise UnsupportedError(f"{layer}: a cache of shape {tuple(cache.shape)} is no page of {_bytes(spec)} bytes")
