@@ -16,12 +16,14 @@ from kvferry.cluster.metrics import PrefixHits, total
 from kvferry.cluster.ports import free_ports
 from kvferry.cluster.supervisor import Supervisor
 from kvferry.cluster.transfers import await_transfers, read_transfers
+from kvferry.cluster.verification import TIE_BOUNDS, compare
 from kvferry.gateway.health import Report
 from kvferry.protocol.authentication import Seal
 from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import Offer, Transfer
 
 from .conftest import Fleet, Instance, Key
+from .test_states import TIE
 from .waiting import assert_nothing_is_held
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
@@ -39,6 +41,7 @@ class Pair:
     fleet: Fleet
     producer: Instance
     consumer: Instance
+    kind: str = KIND
 
     def offer(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Parameters of both legs, as whoever sends them at once makes them."""
@@ -59,7 +62,10 @@ class Pair:
         return answer
 
     def plain(self, prompt: list[int]) -> tuple[int, ...]:
-        return self.fleet.dispatcher.complete(self.fleet.plain(KIND).url, prompt).tokens
+        return self.reference(prompt).tokens
+
+    def reference(self, prompt: list[int]) -> Completion:
+        return self.fleet.dispatcher.complete(self.fleet.plain(self.kind).url, prompt)
 
 
 @pytest.fixture
@@ -116,6 +122,41 @@ def test_what_one_side_has_cached_streams_all_the_same(
     prompt = first[:shared] + _prompt(source, 700 - shared)
     pair.fleet.dispatcher.complete(getattr(pair, where).url, first)
     assert pair.at_once(prompt).tokens == pair.plain(prompt)
+
+
+OTHER_KINDS = [
+    # Windows of one block; tokens that leave them are let go of while the prompt moves.
+    ("gemma3", "tp=2", "pp=2", TIE_BOUNDS["float32"]),
+    # States move with the last part, everything else before.
+    ("lfm2", "pp=2", "tp=2", TIE),
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("kind", "prefill", "decode", "tie"), OTHER_KINDS, ids=[kind[0] for kind in OTHER_KINDS])
+def test_windows_and_recurrent_states_stream(
+    fleet: Fleet, source: random.Random, kind: str, prefill: str, decode: str, tie: float
+) -> None:
+    """One prompt by itself, then more at once than there are blocks for."""
+    fleet.plain(kind)
+    producer, consumer = fleet.instances(
+        Key(kind, prefill, "kv_producer", variant="streaming"), Key(kind, decode, "kv_consumer", variant="streaming")
+    )
+    pair = Pair(fleet, producer, consumer, kind)
+    alone, followed = _prompt(source, 7 * 256 + 100), _followed(pair)
+    prompts = [_prompt(source, BLOCK * source.randint(1, 6) - source.randint(-1, 4)) for _ in range(REQUESTS)]
+    answers = [pair.at_once(alone)]
+    workers = consumer.spec.layout.workers
+    moved = await_transfers(consumer.transfer_log, lambda _: True, workers, deadline_s=5).transfers
+    assert [(transfer.used, transfer.tokens) for transfer in moved] == [(True, len(alone) - 1)] * workers
+    assert _followed(pair) - followed == workers
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers += pool.map(pair.at_once, prompts)
+    verdicts = [compare(pair.reference(p), a, tie) for p, a in zip([alone, *prompts], answers, strict=True)]
+    assert [detail for verdict, detail in verdicts if not verdict.good] == []
+    used = [transfer.used for transfer in read_transfers(consumer.transfer_log)]
+    assert used.count(True) > len(used) / 2
+    assert_nothing_is_held(producer, consumer, within_s=LEASE_S / 3)
 
 
 def test_legs_with_different_prompts_are_answered_rightly(pair: Pair, source: random.Random) -> None:
