@@ -21,6 +21,7 @@ SEPARABLE = frozenset(
     {
         *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "ROCM_ATTN", "ROCM_AITER_FA"),
         *("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA", "CPU_MLA"),
+        "AMX_MLA",
     }
 )
 """Attention backends known to store each token's K and V (or latent) contiguously within a head. With any other one
