@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.engines import test_pairs, test_states
+from tests.engines import test_cache_types, test_pairs, test_states, test_streaming
 from tests.versions.overlays import RELEASES, installed
 from tests.versions.test_overlays import PAIR
 
@@ -22,6 +22,7 @@ RUN_AS = {
     "qwen2": "Full attention, grouped query",
     "qwen2-6heads": "Full attention, grouped query",
     "qwen3": "Full attention, grouped query",
+    "idefics3": "Full attention, grouped query",
     "llama": "Full attention, one KV head on several ranks",
     "deepseek-v2": "MLA (latent)",
     "gemma3": "Full attention and sliding windows in KV cache groups",
@@ -39,21 +40,25 @@ OTHER = [
     ),
     (
         "Layers of a drafter (draft model, EAGLE, MTP) on both sides",
-        "they move like any layer",
-        ["test_layers_of_a_drafter_that_both_have_move_and_those_of_the_producer_alone_are_not_asked_for"],
+        "they move like any layer; engines run with a draft model and with EAGLE",
+        [
+            "test_layers_of_a_drafter_that_both_have_move_and_those_of_the_producer_alone_are_not_asked_for",
+            "test_the_layers_of_a_drafter_that_both_sides_have_move",
+        ],
     ),
     (
         "Layers of a drafter on the decode side only",
-        "the model's own layers move; a log line and `kvferry:layers_left_out` say what did not",
+        "the model's own layers move; a log line and `kvferry:layers_left_out` say what did not; engines run with both",
         [
+            "test_a_drafter_on_the_decode_side_only_is_left_out_and_said",
             "test_layers_of_a_drafter_that_only_the_consumer_has_are_left_out",
             "test_what_a_producer_does_not_have_is_said_and_counted",
         ],
     ),
     (
         "Multimodal prompts",
-        "an image and its place are part of a prompt's identity",
-        ["test_placeholders_stand_for_their_image_at_their_place"],
+        "an image and its place are part of a prompt's identity; engines run",
+        ["test_placeholders_stand_for_their_image_at_their_place", "test_a_prompt_with_another_image_is_never_loaded"],
     ),
     (
         "LoRA adapters",
@@ -65,8 +70,9 @@ OTHER = [
     ),
     (
         "A child of MultiConnector beside an offloading one",
-        "either child may be the one that loads",
+        "either child may be the one that loads; engines run, in either order",
         [
+            "test_what_both_children_have_is_loaded_by_the_first",
             "test_a_request_that_this_child_is_chosen_for_is_loaded",
             "test_a_request_that_the_other_child_is_chosen_for_gives_the_grant_back",
         ],
@@ -135,10 +141,22 @@ REFUSED = [
         "test_cells_that_are_not_one_of_a_head_and_a_token_are_refused",
     ),
     (
-        "Linear attention, KDA, replayed states, recurrent states with speculative decoding",
+        "Linear attention, KDA, replayed states",
         "start",
         "how they are cut or counted has not been looked at",
         "test_recurrent_layers_that_are_not_known_are_refused",
+    ),
+    (
+        "Recurrent states with speculative decoding",
+        "start",
+        "a state is kept for every guess, and nothing says which of them is the prompt's",
+        "test_recurrent_states_of_guesses_are_refused",
+    ),
+    (
+        "MultiConnector over several pipeline stages, beside a child that knows of one only (OffloadingConnector)",
+        "start, by vLLM",
+        "it hands the descriptions of our workers to every child",
+        "test_stages_beside_a_child_that_knows_none_are_refused_by_vllm",
     ),
     (
         "Tokens before heads (NHD) under a packing that is opaque",
@@ -175,6 +193,29 @@ REFUSED = [
         "pairing",
         "the bytes mean something else",
         "test_shards_of_different_make_are_refused",
+    ),
+]
+
+CPU_BUILD = [
+    (
+        "OffloadingConnector's own tier in host memory",
+        "it copies with CUDA streams only; engines run with vLLM's connector and a worker that copies",
+        "test_vllms_tier_in_host_memory_wants_a_gpu",
+    ),
+    (
+        "SimpleCPUOffloadConnector",
+        "it makes CUDA streams when it registers a cache",
+        "test_the_simple_offloading_connector_wants_cuda_streams",
+    ),
+    (
+        "Blocks of 16 tokens, and any size that 32 does not divide, in attention that is not MLA",
+        "its kernel takes multiples of 32; unequal ones are refused anyway, since it packs tokens",
+        "test_blocks_are_multiples_of_32_tokens",
+    ),
+    (
+        "Quantised latent caches (MLA)",
+        "neither of its two backends stores them",
+        "test_latent_caches_are_not_quantised",
     ),
 ]
 
@@ -228,6 +269,12 @@ def document() -> str:
                 [(what, when, why, _named([test])) for what, when, why, test in REFUSED],
             ),
             "",
+            "## What the CPU build of vLLM 0.32 does not run",
+            "",
+            "Geometry, where there is any, is checked without it.",
+            "",
+            *_table(("what", "why", "held by"), [(what, why, _named([test])) for what, why, test in CPU_BUILD]),
+            "",
         ]
     )
 
@@ -240,6 +287,10 @@ def _engines() -> Iterator[tuple[str, str, str]]:
     for name, layouts in run.items():
         shown = ", ".join(f"`{layout}`" for layout in layouts[:6])
         yield name, shown + (f" and {len(layouts) - 6} more" if len(layouts) > 6 else ""), "engine run"
+    for name, _, (prefill, _), (decode, _) in test_cache_types.PAIRS:
+        yield name, f"`{prefill} → {decode}`", "engine run"
+    for kind, prefill, decode, _ in test_streaming.OTHER_KINDS:
+        yield f"{RUN_AS[kind]}, streamed", f"`{prefill} → {decode}`", "engine run"
 
 
 def _geometry() -> Iterator[tuple[str, str, str]]:

@@ -7,6 +7,7 @@ gives the same tokens and a test that compares tokens would prove nothing.
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ TRAINING_TEXT = (
     "How many bridges cross the river? There are seven bridges, two of stone and five of iron. "
     "0123456789 + - * / = ( ) [ ] { } < > user assistant system once upon a time there was a keeper of the lock."
 )
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -125,6 +127,22 @@ RECIPES: dict[str, dict[str, Any]] = {
         block_auto_adjust_ff_dim=False,
         layer_types=["conv", _FULL, "conv", _FULL],
     ),
+    # Images: 4 places in a prompt stand for one, since the vision tower's 16 patches are put together by 2 x 2.
+    "idefics3": {
+        "model_type": "idefics3",
+        "image_token_id": 2,
+        "pad_token_id": 1,
+        "scale_factor": 2,
+        "text_config": _grouped_query("llama", 8, 4),
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        },
+    },
     # Multi-head latent attention. vLLM's CPU kernel wants a latent of 512 + 64; every layer is dense because the CPU
     # kernel for mixtures of experts refuses float32, which equality needs. About the endless rope_theta: the
     # rotary kernel of vLLM 0.32 on CPU rotates a 3-D query of several heads wrongly, and differently with the number
@@ -168,20 +186,24 @@ def _fingerprint(kind: str) -> str:
 
 def _build(kind: str, directory: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     recipe = dict(RECIPES[kind])
     config = AutoConfig.for_model(recipe.pop("model_type"), **recipe)
+    sees = hasattr(config, "vision_config")
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
         _scale_weights(model)
         if config.model_type == "deepseek_v2":
             _still_queries(model)
     model.save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    tokenizer = _tokenizer(IMAGE_TOKENS if sees else ())
+    tokenizer.save_pretrained(directory)
+    if sees:
+        _processor(config, tokenizer).save_pretrained(directory)
 
 
 def _scale_weights(model: Any) -> None:
@@ -216,7 +238,18 @@ def _std(name: str, weight: Any) -> float | None:
     return gain / math.sqrt(weight.shape[1])
 
 
-def _tokenizer() -> Any:
+def _processor(config: Any, tokenizer: Any) -> Any:
+    """What makes placeholders and pixels of images, each of which is one tile."""
+    from transformers import Idefics3ImageProcessor, Idefics3Processor
+
+    vision = config.vision_config
+    edge = {"longest_edge": vision.image_size}
+    images = Idefics3ImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False)
+    places = (vision.image_size // vision.patch_size // config.scale_factor) ** 2
+    return Idefics3Processor(images, tokenizer, image_seq_len=places, chat_template=CHAT_TEMPLATE)
+
+
+def _tokenizer(more: Sequence[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -225,7 +258,7 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<|start|>", "<|end|>"],
+        special_tokens=["<|start|>", "<|end|>", *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
