@@ -59,7 +59,8 @@ def test_an_unknown_kind_names_the_known_ones() -> None:
 def test_a_tiny_model_has_the_shape_of_its_recipe_and_can_chat(kind: str) -> None:
     model = tiny(kind)
     config = read_model_config(model)
-    assert config.get("num_hidden_layers") == RECIPES[kind].get("num_hidden_layers")
+    recipe = RECIPES[kind].get("text_config", RECIPES[kind])  # with images, the language model's is a part of it
+    assert config.get("num_hidden_layers") == recipe.get("num_hidden_layers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hé, 7?"}], tokenize=False)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
