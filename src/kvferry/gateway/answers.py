@@ -141,7 +141,7 @@ class Merge:
     def _in_place(self, part: int, answer: Body) -> Body:
         """An answer to one prompt with the id, time and choice numbers it has among all."""
         answer = corrected(self._endpoint, answer, self._cached[part])
-        if not self._several or "choices" not in answer:
+        if not self._several or not {"choices", "id", "created"} <= answer.keys():
             return answer
         choices = _decode_list(answer["choices"])
         for choice in choices:
