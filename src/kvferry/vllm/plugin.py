@@ -3,6 +3,7 @@
 import contextlib
 import logging
 
+from kvferry.vllm.cpu_tiles import ask_for_tiles
 from kvferry.vllm.cpu_yield import honour_variable
 
 logger = logging.getLogger(__name__)
@@ -12,6 +13,7 @@ def register() -> None:
     """Make ``KVFerryConnector`` known to vLLM by name; never raises, and may be called again."""
     try:
         honour_variable()
+        ask_for_tiles()
         _register_connector()
     except Exception:
         logger.exception("kvferry: the vLLM plugin could not register")
