@@ -9,7 +9,7 @@ from kvferry.sidechannel.loop import LoopThread
 
 from .peers import DEADLINE_S
 
-NEVER_S = 1000.0
+A_TURN_S = 1.0  # longer than a burst, and not for ever: whoever waits for another thread to let go waits so long
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def _burst(thread: LoopThread, calls: int) -> int:
     thread.call(done.set)
     assert done.wait(DEADLINE_S)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(NEVER_S)  # another thread runs only if this one lets go of the interpreter by itself
+    sys.setswitchinterval(A_TURN_S)  # another thread runs only if this one lets go of the interpreter by itself
     try:
         for number in range(calls):
             thread.call(ran.append, number)
