@@ -10,6 +10,7 @@ beside vLLM's engine loop. Without a pause the two threads fight for the interpr
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import resource
 import subprocess
@@ -67,12 +68,14 @@ class Calls:
         seconds, cpu: of each call, on the clock and of this thread's processor time.
         waits: how often the thread gave up its core by itself: it waited for the interpreter or a lock.
         turns: how often it was taken from it.
+        swept: the calls, by number, in which Python collected garbage: what the engine made since, prompts among it.
     """
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     waits: int = 0
     turns: int = 0
+    swept: list[int] = field(default_factory=list)
 
 
 class Timed:
@@ -80,12 +83,20 @@ class Timed:
 
     def __init__(self) -> None:
         self.hooks: dict[str, Calls] = defaultdict(Calls)
+        self._sweeps = 0
+        gc.callbacks.append(self._swept)
+
+    def _swept(self, phase: str, _: dict[str, int]) -> None:
+        self._sweeps += phase == "start"
 
     def __call__(self, name: str, hook: Callable[..., Any], *args: Any) -> Any:
+        sweeps = self._sweeps
         before, cpu, began = resource.getrusage(resource.RUSAGE_THREAD), time.thread_time(), time.perf_counter()
         result = hook(*args)
         ended, used, after = time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
         calls = self.hooks[name]
+        if self._sweeps > sweeps:
+            calls.swept.append(len(calls.seconds))
         calls.seconds.append(ended - began)
         calls.cpu.append(used - cpu)
         calls.waits += after.ru_nvcsw - before.ru_nvcsw
@@ -93,15 +104,16 @@ class Timed:
         return result
 
     def show(self) -> None:
-        heads = ("p50 us", "p99 us", "max us", "CPU p99", "waits %", "taken %")
+        heads = ("p50 us", "p99 us", "max us", "CPU p99", "waits %", "taken %", "swept %", "else p99")
         print(f"{'hook':32}{'calls':>7}" + "".join(f"{head:>9}" for head in heads))
         for name, calls in self.hooks.items():
             p50, p99, most = np.percentile(calls.seconds, [50, 99, 100]) * 1e6
             cpu, number = np.percentile(calls.cpu, 99) * 1e6, len(calls.seconds)
-            print(
-                f"{name:32}{number:7}{p50:9.1f}{p99:9.1f}{most:9.1f}{cpu:9.1f}{100 * calls.waits / number:9.1f}"
-                f"{100 * calls.turns / number:9.1f}{'' if p99 < LIMIT_US else '  over'}"
-            )
+            others = np.percentile(np.delete(calls.seconds, calls.swept), 99) * 1e6
+            shares = [100 * count / number for count in (calls.waits, calls.turns, len(calls.swept))]
+            figures = [p50, p99, most, cpu, *shares, others]
+            row = "".join(f"{figure:9.1f}" for figure in figures)
+            print(f"{name:32}{number:7}{row}{'' if p99 < LIMIT_US else '  over'}")
 
 
 def prompt_of(number: int, tokens: int) -> list[int]:

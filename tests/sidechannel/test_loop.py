@@ -1,5 +1,7 @@
 """The thread under both ends of a side channel."""
 
+import os
+import queue
 import sys
 import threading
 
@@ -44,6 +46,13 @@ def test_whoever_calls_keeps_the_interpreter_meanwhile(thread):
     """Else an engine's hook waits for it, up to a turn of 5 ms."""
     # In one of a few: the thread may already have been waiting for the interpreter when a burst began.
     assert min(_burst(thread, 2000) for _ in range(5)) == 0
+
+
+def test_the_thread_takes_no_core_from_whoever_wakes_it(thread):
+    policies = queue.SimpleQueue()
+    thread.call(lambda: policies.put(os.sched_getscheduler(0)))
+    assert policies.get(timeout=DEADLINE_S) == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_calls_before_the_end_are_made_and_calls_after_it_refused(thread):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import ctypes
 import logging
 import os
@@ -125,6 +126,10 @@ class LoopThread:
         self._timer = self.loop.call_later(wait, self._tick_now)
 
     def _run(self) -> None:
+        # A thread that is woken takes the core of the one that woke it where no other is free, and that one is in an
+        # engine's hook. A batch thread waits for a core instead.
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.get_loop().run_forever()
             self._at_end()
