@@ -11,7 +11,7 @@ import pytest
 from kvferry.bench.transfer import pair as pairs
 from kvferry.bench.transfer.acks import acks
 from kvferry.bench.transfer.contact import first_contact
-from kvferry.bench.transfer.pair import LOCAL_SEED, REMOTE_SEED, REPEATS, started, wholes
+from kvferry.bench.transfer.pair import LOCAL_SEED, REMOTE_SEED, REPEATS, at_once, started, wholes
 from kvferry.bench.transfer.question import Pair, Question, Transport
 from kvferry.bench.transfer.rounds import rounds, samples_expected
 from kvferry.cluster.blueprint import CacheShape
@@ -35,6 +35,12 @@ def _children():
     return psutil.Process().children(recursive=True)
 
 
+TIMES = (
+    *("seconds", "ceiling_s", "ranges_s", "copy_s", "post_s", "gap_s", "quiet_gap_s"),
+    *("readers_cpu_s", "ceiling_cpu_s", "ranges_cpu_s", "contact_s"),
+)
+
+
 @pytest.fixture
 def quiet(monkeypatch):
     monkeypatch.setattr(pairs, "QUIET_S", 0.01)
@@ -47,9 +53,27 @@ def test_an_unequal_pair_is_measured_in_every_respect(quiet, transport):
     assert (sample.pair, sample.tokens, sample.readers, sample.producers) == ("tp2pp2 -> tp3", TOKENS, 3, 4)
     assert sample.bytes == TOKENS * SHAPE.bytes_per_token
     assert sample.descriptors > 3
-    for name in ("seconds", "ceiling_s", "copy_s", "post_s", "gap_s", "quiet_gap_s", "readers_cpu_s", "contact_s"):
+    for name in TIMES:
         assert 0 < getattr(sample, name) < 10, name
     assert sample.post_s < sample.seconds
+
+
+def test_the_ranges_alone_are_those_of_the_load():
+    async def wrong_after(reading):
+        question = _question("tp=2:tp=3")
+        (pair,) = question.pairs
+        async with started(question.engine(pair.producer), question.engine(pair.consumer), Transport.SHM) as there:
+            order = await there.order(TOKENS, *(question.ids(TOKENS, seed) for seed in (REMOTE_SEED, LOCAL_SEED)))
+            await reading(there, order)
+            whole = TOKENS // question.block_tokens
+            wrong = [reader.call("wrong_bytes", int, order=order, whole_blocks=whole) for reader in there.readers]
+            return await at_once(*wrong)
+
+    async def nothing(_there, _order):
+        pass
+
+    assert all(asyncio.run(wrong_after(nothing)))
+    assert not any(asyncio.run(wrong_after(lambda there, order: there.read_ranges(order))))
 
 
 def test_replicas_and_latent_caches_are_read_whole(quiet):

@@ -18,6 +18,7 @@ SAMPLE = Sample(
     producers=1,
     seconds=2.0,
     ceiling_s=1.0,
+    ranges_s=1.8,
     copy_s=0.5,
     post_s=0.1,
     gap_s=0.01,
@@ -25,6 +26,7 @@ SAMPLE = Sample(
     readers_cpu_s=0.5,
     producers_cpu_s=0.1,
     ceiling_cpu_s=0.4,
+    ranges_cpu_s=0.45,
     contact_s=0.03,
     contact_bytes=1000.0,
 )
@@ -44,6 +46,7 @@ def test_rates_are_bytes_over_seconds():
     assert (row.rate.median, row.ceiling.median, row.copy.median) == (1.0, 2.0, 4.0)
     assert row.ratio.median == 0.5
     assert row.cpu_ratio.median == pytest.approx(0.8)
+    assert (row.ranges_ratio.median, row.ranges_cpu_ratio.median) == pytest.approx((0.9, 0.9))
 
 
 def test_a_ratio_is_of_the_ceiling_beside_it():

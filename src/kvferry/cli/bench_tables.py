@@ -48,12 +48,13 @@ def _show_pairs(console: Console, report: Report) -> None:
         f"Transport {report.transport}, {report.blocks} blocks of {report.block_tokens} tokens, "
         f"{report.bytes_per_token:,} bytes per token. Medians, and (least to greatest). 1 GB is 1e9 bytes. "
         "Ceiling: the same processes read as many bytes in one piece per producer worker. Ratio: rate of ceiling; "
-        "by CPU: processor time for the ceiling of that for the load, in the readers, whatever else the machine does."
+        "by CPU: processor time for the ceiling of that for the load, in the readers, whatever else the machine does. "
+        "Ranges: by CPU as well, but of the load's own ranges read by NIXL alone."
     )
 
 
 def _rates(report: Report) -> Table:
-    table = _table("rates", "pair", "tokens", "bytes", "descr.", "GB/s", "ceiling", "copy", "ratio", "by CPU")
+    table = _table("rates", "pair", "tokens", "bytes", "descr.", "GB/s", "ceiling", "copy", "ratio", "by CPU", "ranges")
     for row in report.rows:
         enough = row.ratio.median >= (ENOUGH_EQUAL if row.equal else ENOUGH_UNEQUAL)
         table.add_row(
@@ -63,6 +64,7 @@ def _rates(report: Report) -> Table:
             *(_spread(value) for value in (row.rate, row.ceiling, row.copy)),
             f"[{'green' if enough else 'yellow'}]{_spread(row.ratio)}[/]",
             _spread(row.cpu_ratio),
+            _spread(row.ranges_cpu_ratio),
         )
     return table
 

@@ -3,7 +3,9 @@
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ import psutil
 from kvferry.bench.transfer.cache import Cache
 from kvferry.bench.transfer.remote import Role, run
 from kvferry.errors import TransferError
-from kvferry.geometry import Descriptors, EngineLayout, memory_regions
+from kvferry.geometry import Descriptors, EngineLayout, Span, descriptors, memory_regions, plan
 from kvferry.protocol.identity import draw
 from kvferry.protocol.loads import Order
 from kvferry.sidechannel.client import Client
@@ -22,6 +24,9 @@ from kvferry.transport.reader import Outcome, Reader
 LOAD_S = 60.0
 TICK_S = 0.001
 PLACE = ("DRAM", 0, "DRAM", 0)
+
+Place: TypeAlias = tuple[str, int, str, int]
+"""Kind and device of the memory here, and of that read."""
 
 
 class Took(msgspec.Struct, frozen=True):
@@ -122,16 +127,34 @@ class Consumer(Role):
         Raises:
             TransferError: it failed, or does not end.
         """
-        agent = self._whole_agent()
         local, posts = int(self._cache.memory.ctypes.data), []
         for source in sources:
-            if source.agent not in self._known:
-                self._known[source.agent] = agent.connect(source.agent)
             rows = (np.array([value]) for value in (local, source.address, source.bytes))
-            posts.append((self._known[source.agent], {PLACE: Descriptors(*rows)}))
+            posts.append((source.agent, {PLACE: Descriptors(*rows)}))
             local += source.bytes
+        return self._read_alone(posts, at)
+
+    def read_ranges(self, producer: EngineLayout, order: Order, at: float) -> Took:
+        """Read the ranges that a load of ``order`` reads, with nothing around it.
+
+        Raises:
+            TransferError: it failed, or does not end.
+        """
+        span = Span(order.first_token, order.last_token)
+        posts = [
+            (producer.workers[index].agent, descriptors(pieces, order.grant.blocks, order.local_blocks, span))
+            for index, pieces in plan(producer, self._cache.worker).reads.items()
+        ]
+        return self._read_alone(posts, at)
+
+    def _read_alone(self, posts: Sequence[tuple[bytes, dict[Place, Descriptors]]], at: float) -> Took:
+        """Read from several agents at the same time, by NIXL alone."""
+        agent = self._agent_alone()
+        for metadata, _ in posts:
+            if metadata not in self._known:
+                self._known[metadata] = agent.connect(metadata)
         began, cpu = _wait_until(at)
-        reads = [agent.read(*post) for post in posts]
+        reads = [agent.read(self._known[metadata], ranges) for metadata, ranges in posts]
         for read in reads:
             if not agent.wait(read, LOAD_S) or read.error:
                 raise TransferError(read.error or f"a read has not ended within {LOAD_S:.0f} s")
@@ -145,7 +168,7 @@ class Consumer(Role):
         np.copyto(self._copy, self._cache.memory[:size])
         return Took(began, time.monotonic(), time.process_time() - cpu)
 
-    def _whole_agent(self) -> Agent:
+    def _agent_alone(self) -> Agent:
         """An agent of its own: the reader's never leaves its thread."""
         if self._agent is None:
             self._agent = Agent(f"kvferry-bench-{draw()}")

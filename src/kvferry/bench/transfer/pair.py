@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,10 +36,11 @@ class Sample(msgspec.Struct, frozen=True):
         pair, equal: the layouts' label, and whether both are the same.
         seconds: from the order to the last worker's word that the blocks were held.
         ceiling_s: the same processes read as many bytes from the same memory, in one piece per producer worker.
+        ranges_s: the same processes read the same ranges by NIXL alone: what a load takes without all that is ours.
         copy_s: the same processes copy as many bytes within themselves.
         post_s, gap_s, quiet_gap_s: of the worker where it was longest; see ``Loaded``.
-        readers_cpu_s, producers_cpu_s, ceiling_cpu_s: processor time of all readers, of all workers that are read and
-            their core, and of the readers for the ceiling.
+        readers_cpu_s, producers_cpu_s: processor time of all readers, and of all workers that are read and their core.
+        ceiling_cpu_s, ranges_cpu_s: of the readers for these.
         contact_s: the first load of all, of one block: hello, plan, connections, read and acknowledgement.
         contact_bytes: by which a reader grew with it, for each producer worker that it met.
     """
@@ -53,6 +54,7 @@ class Sample(msgspec.Struct, frozen=True):
     producers: int
     seconds: float
     ceiling_s: float
+    ranges_s: float
     copy_s: float
     post_s: float
     gap_s: float
@@ -60,6 +62,7 @@ class Sample(msgspec.Struct, frozen=True):
     readers_cpu_s: float
     producers_cpu_s: float
     ceiling_cpu_s: float
+    ranges_cpu_s: float
     contact_s: float
     contact_bytes: float
 
@@ -114,6 +117,13 @@ class Processes:
         at = time.monotonic() + SOON_S
         both = zip(self.readers, sources, strict=True)
         return await at_once(*(reader.call("read_whole", Took, sources=of, at=at) for reader, of in both))
+
+    async def read_ranges(self, order: Order) -> list[Took]:
+        at = time.monotonic() + SOON_S
+        calls = (
+            reader.call("read_ranges", Took, producer=self.producer, order=order, at=at) for reader in self.readers
+        )
+        return await at_once(*calls)
 
     async def copy(self, sizes: Sequence[int]) -> list[Took]:
         at = time.monotonic() + SOON_S
@@ -200,45 +210,53 @@ async def measure(question: Question, pair: Pair) -> AsyncIterator[Sample]:
             await there.require_right(await there.order(tokens, *blocks))
             sources = wholes(there.producer, there.consumer, blocks, tokens)
             await there.read_whole(sources)
+            await there.read_ranges(await there.order(tokens, *blocks))
             quiet = await at_once(*(one.call("quiet_gap", float, seconds=QUIET_S) for one in there.readers))
             for index in range(REPEATS):
-                measured = await _measure_both(there, tokens, blocks, sources, load_first=index % 2 == 0)
+                measured = await _measure_all(there, tokens, blocks, sources, first=index)
                 yield _sample(pair, tokens, there, measured, contact, max(quiet))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Measured:
     """What every reader says, of a load and of what it is compared with."""
 
-    loads: list[Loaded]
-    ceiling: list[Took]
-    copies: list[list[Took]]
-    producers_cpu_s: float
+    loads: list[Loaded] = field(default_factory=list)
+    ceiling: list[Took] = field(default_factory=list)
+    ranges: list[Took] = field(default_factory=list)
+    copies: list[list[Took]] = field(default_factory=list)
+    producers_cpu_s: float = 0.0
 
 
-async def _measure_both(
+async def _measure_all(
     there: Processes,
     tokens: int,
     blocks: tuple[list[int], list[int]],
     sources: Sequence[Sequence[Source]],
-    load_first: bool,
+    first: int,
 ) -> _Measured:
-    """A load and the ceiling, each after a copy: else the one that comes second would find its bytes in the cache."""
+    """A load, the ceiling and the ranges alone, each after a copy: else what comes later would find its bytes in the
+    cache. ``first`` says which of them begins."""
     order = await there.order(tokens, *blocks)
     sizes = [sum(source.bytes for source in of) for of in sources]
-    loads: list[Loaded] = []
-    ceiling: list[Took] = []
-    copies: list[list[Took]] = []
-    cpu_s = 0.0
-    for is_load in (load_first, not load_first):
-        copies.append(await there.copy(sizes))
-        if is_load:
-            before = await there.producers_cpu_s()
-            loads = await there.load(order)
-            cpu_s = await there.producers_cpu_s() - before
-        else:
-            ceiling = await there.read_whole(sources)
-    return _Measured(loads, ceiling, copies, cpu_s)
+    found = _Measured()
+
+    async def load() -> None:
+        before = await there.producers_cpu_s()
+        found.loads = await there.load(order)
+        found.producers_cpu_s = await there.producers_cpu_s() - before
+
+    async def ceiling() -> None:
+        found.ceiling = await there.read_whole(sources)
+
+    async def ranges() -> None:
+        found.ranges = await there.read_ranges(order)
+
+    measures = load, ceiling, ranges
+    for index in range(len(measures)):
+        found.copies.append(await there.copy(sizes))
+        await measures[(first + index) % len(measures)]()
+    return found
 
 
 def _sample(
@@ -255,6 +273,7 @@ def _sample(
         producers=len(there.producer.workers),
         seconds=elapsed([load.took for load in loads]),
         ceiling_s=elapsed(measured.ceiling),
+        ranges_s=elapsed(measured.ranges),
         copy_s=sum(map(elapsed, measured.copies)) / len(measured.copies),
         post_s=max(load.post_s for load in loads),
         gap_s=max(load.gap_s for load in loads),
@@ -262,6 +281,7 @@ def _sample(
         readers_cpu_s=sum(load.took.cpu_s for load in loads),
         producers_cpu_s=measured.producers_cpu_s,
         ceiling_cpu_s=sum(one.cpu_s for one in measured.ceiling),
+        ranges_cpu_s=sum(one.cpu_s for one in measured.ranges),
         contact_s=contact.seconds,
         contact_bytes=contact.bytes_per_peer,
     )

@@ -19,6 +19,7 @@ class Row(msgspec.Struct, frozen=True):
     Attributes:
         ratio: of rate to ceiling, of each sample with the ceiling that was measured beside it.
         cpu_ratio: of processor time that the readers take for the ceiling to what they take for the load.
+        ranges_ratio, ranges_cpu_ratio: the same, of the load's own ranges read by NIXL alone.
     """
 
     pair: str
@@ -34,6 +35,8 @@ class Row(msgspec.Struct, frozen=True):
     copy: Spread
     ratio: Spread
     cpu_ratio: Spread
+    ranges_ratio: Spread
+    ranges_cpu_ratio: Spread
     post_s: Spread
     gap_s: Spread
     quiet_gap_s: Spread
@@ -116,6 +119,8 @@ def _row(samples: Sequence[Sample]) -> Row:
         copy=spread(lambda one: one.bytes / one.copy_s / 1e9),
         ratio=spread(lambda one: one.ceiling_s / one.seconds),
         cpu_ratio=spread(lambda one: one.ceiling_cpu_s / one.readers_cpu_s),
+        ranges_ratio=spread(lambda one: one.ranges_s / one.seconds),
+        ranges_cpu_ratio=spread(lambda one: one.ranges_cpu_s / one.readers_cpu_s),
         **{name: spread(attrgetter(name)) for name in TAKEN_AS_IS},
     )
 
