@@ -402,6 +402,18 @@ def test_with_streaming_a_prefill_that_was_restarted_unnoticed_is_survived_and_c
     run(scenario())
 
 
+def test_with_streaming_what_a_restarted_prefill_holds_is_released_although_its_answer_is_not_waited_for():
+    async def scenario():
+        async with stage(streaming=True, probe_interval=60.0) as s:
+            await s.prefill[0].restart()
+            s.prefill[0].late = asyncio.Event()
+            answer = await s.post(TEXT, body_of())
+            assert (answer.status, s.decode[0].fetched) == (200, 0)
+            await s.settled(lambda: s.prefill[0].left == 1 and s.grants == 0)
+
+    run(scenario())
+
+
 def test_a_connection_to_an_engine_is_not_kept_until_the_engine_closes_it():
     from vllm import envs  # whose servers close it after so long
 

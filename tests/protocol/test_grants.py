@@ -411,9 +411,11 @@ def test_acknowledging_an_open_prefill_gives_up_and_vouches_for_nothing(opened):
     assert opened.take_ended() == ["r"], "nobody is left to read it"
 
 
+@pytest.mark.parametrize("incarnation", [INCARNATION, STRANGER], ids=["this", "an earlier one"])
 @pytest.mark.parametrize("when", ["before it arrives", "while it goes on", "afterwards"])
-def test_a_prefill_that_was_given_up_ends_at_once(grants, when):
-    release = Release(INCARNATION, TRANSFER.name, TRANSFER.nonce, "c" * 32)
+def test_a_prefill_that_was_given_up_ends_at_once(grants, when, incarnation):
+    """Also if it was sent to an engine that had been started anew, of which whoever gives it up has not heard yet."""
+    release = Release(incarnation, TRANSFER.name, TRANSFER.nonce, "c" * 32)
     for moment, step in (
         ("before it arrives", lambda: grants.open("r", TRANSFER, 40, HASH)),
         ("while it goes on", lambda: grants.offer("r", BLOCKS, 40, HASH)),

@@ -128,6 +128,9 @@ class Ledger:
         return promise.ended or promise.until + LATE_S < self._world.now
 
     def answered(self, incarnation: str, message: Request, reply: Reply) -> None:
+        if isinstance(message, Release):  # also what was meant for another incarnation: the nonce says what it is about
+            self._released(incarnation, message)
+            return
         if message.incarnation != incarnation:
             require(isinstance(reply, Gone), "I5", "{} for another incarnation is answered {}", message, reply)
             return
@@ -140,8 +143,6 @@ class Ledger:
                 self._acknowledged(message, reply)
             case Renew():
                 self._renewed(message, reply)
-            case Release():
-                self._released(message)
             case Hello():
                 pass
 
@@ -194,10 +195,10 @@ class Ledger:
             if promise is not None and due:
                 self._prolong(promise)
 
-    def _released(self, message: Release) -> None:
-        promise = self._live(message.incarnation, message.request)
+    def _released(self, incarnation: str, message: Release) -> None:
+        promise = self._live(incarnation, message.request)
         if promise is None:
-            key = message.incarnation, message.request, message.nonce
+            key = incarnation, message.request, message.nonce
             self._given_up.setdefault(key, set()).add(message.claim)
             return
         if promise.nonce != message.nonce:

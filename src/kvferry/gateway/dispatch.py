@@ -168,7 +168,7 @@ class BothAtOnce:
             if not decoding.done() and prefilling.exception() is None:
                 await asyncio.wait([decoding])
             if not prefilling.done() and decoding.exception() is None:
-                legs.leave_prefilling(job, prefilling)
+                legs.leave_prefilling(job, prefilling, grant)
                 return decoding.result()
         finally:
             if job.prefilling is None:
@@ -253,11 +253,13 @@ class Dispatcher:
         job.retries[leg] += 1
         await asyncio.sleep(pause)
 
-    def leave_prefilling(self, job: Job, prefilling: asyncio.Task[None]) -> None:
+    def leave_prefilling(self, job: Job, prefilling: asyncio.Task[None], grant: Grant) -> None:
         """Decode has begun to answer; that prefill has not ends with the job at the latest, and is no failure of it."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and task.exception() is not None:
+            if task.cancelled():
+                self.release(grant.parameters)  # its answer may be on its way, and decode may not have loaded anything
+            elif task.exception() is not None:
                 self.leave_to_decode(job, "prefill_failed")
 
         job.prefilling = prefilling
