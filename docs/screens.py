@@ -16,7 +16,8 @@ from rich.terminal_theme import MONOKAI
 from kvferry.cli import doctor, plan, table
 from kvferry.cluster.control import ClusterStatus, InstanceStatus
 from kvferry.cluster.doctor.findings import Finding, ok, problem, warning
-from kvferry.cluster.pairing import Link, Question, report
+from kvferry.cluster.layer_reads import Link, Question
+from kvferry.cluster.pairing import report
 from kvferry.cluster.spec import Layout
 
 MODELS = Path(__file__).parent / "models"

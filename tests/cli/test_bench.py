@@ -27,6 +27,7 @@ def _run(*arguments: str) -> Result:
     ("arguments", "said"),
     [
         (["--pair", "tp=2"], "'tp=2' is not a pair of layouts"),
+        (["--pair", "tp=2,dcp=2:tp=2"], "pairs with context parallelism (pcp, dcp) are not measured"),
         (["--pair", "tp=2:tp=x"], "tp=x is not a positive whole number"),
         (["--tokens", "0"], "not between 1 and"),
         (["--rounds", "0"], "--rounds 0"),

@@ -14,7 +14,8 @@ import pytest
 from kvferry.cli import picture
 from kvferry.cli.figures import picture_format
 from kvferry.cli.picture import MOST_BOXES, Column, save_picture
-from kvferry.cluster.pairing import Link, Place, Plan, Question, report
+from kvferry.cluster.layer_reads import Link, Question
+from kvferry.cluster.pairing import Place, Plan, report
 from kvferry.cluster.spec import Layout
 from kvferry.errors import SpecError
 

@@ -62,6 +62,7 @@ def test_the_json_is_complete_and_stable(model: Path) -> None:
         "layers": [0, 2],
         "heads": [0, 2],
         "bytes_per_token": 512,
+        "tokens": 100,
         "state_bytes": 0,
         # In each of two layers six blocks whose two heads are one run of bytes, and two heads of a part of a block.
         "descriptors": {"contiguous": 16, "scattered": 16},
@@ -79,6 +80,32 @@ def test_states_of_recurrent_layers_have_columns_of_their_own(model: Path) -> No
     plan = _answer(model, *PAIR, "--tokens", "100")["plan"]
     assert plan["state_bytes"] == sum(read["state_bytes"] for read in plan["reads"]) == 3072
     assert plan["kv_bytes_per_prompt"] == plan["totals"]["moved_bytes"] == 51_200 + 3072
+
+
+def test_what_unequal_shares_of_tokens_cost_is_said(model: Path) -> None:
+    """And what an interleave of a block would save; between equal ones nothing is said."""
+    (model / "config.json").write_text(json.dumps({**CONFIG, "kv_lora_rank": 96, "qk_rope_head_dim": 32}))
+    shown = " ".join(_run(model, "--prefill", "tp=8,dcp=4", "--decode", "tp=4,dcp=2,pp=2").stdout.split())
+    for said in (
+        "tp=8,dcp=4 -> tp=4,pp=2,dcp=2",
+        "prefill pp0 tp0..7 0..3 955 kB 256 1.54 MB",
+        "Descriptors: 48,000 if blocks are contiguous, 48,000 if they are scattered.",
+        "a range is one token of a layer at most. With interleave=16 (a block) on both sides: 3,000 or 3,000.",
+        "tp=4,pp=2,dcp=4",
+    ):
+        assert said in shown
+    one_sided = _run(model, "--prefill", "tp=8,dcp=4,interleave=8", "--decode", "tp=4").stdout
+    assert "a range is 8 tokens of a layer at most" in one_sided
+    assert "where dcp is 4" in " ".join(one_sided.split())
+    assert "Ranks share out" not in _run(model, "--prefill", "tp=8,dcp=4", "--decode", "tp=4,dcp=4").stdout
+
+
+def test_ranks_that_hold_nearly_the_same_are_one_row(model: Path) -> None:
+    """6,000 tokens over 64 ranks: some have one more than others."""
+    latent = {"kv_lora_rank": 96, "qk_rope_head_dim": 32, "num_attention_heads": 64}
+    (model / "config.json").write_text(json.dumps({**CONFIG, **latent}))
+    shown = _run(model, "--prefill", "tp=64,dcp=64", "--decode", "tp=64,dcp=64").stdout
+    assert "pp0 tp0..63  pp0 tp0..63  0..3    0               1                16" in shown
 
 
 def test_every_reason_is_a_line_and_the_exit_code_is_two(model: Path) -> None:

@@ -407,6 +407,23 @@ def test_options_win_over_the_file_and_flags_reach_their_role(nothing_starts: Pl
     assert all("--block-size 64" in block for block in engines.values())
 
 
+def test_context_parallelism_is_part_of_a_layout(nothing_starts: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an option and in a file, and nowhere else: vLLM's own flags would change how many GPUs are needed."""
+    monkeypatch.setattr("kvferry.cluster.machine.cpu_build_installed", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(12))))
+    file = nothing_starts.file(port=_free_port(), prefill={"layout": {"tp": 8, "dcp": 2, "interleave": 16}})
+    done = CliRunner().invoke(app, ["up", file, "--dry-run", "--decode", "tp=2,pcp=2"])
+    assert done.exit_code == 0, done.output
+    prefill, decode = (block for block in re.split(r"^# ", done.stdout, flags=re.MULTILINE) if "-0: " in block)
+    assert "--decode-context-parallel-size 2" in prefill
+    assert "--cp-kv-cache-interleave-size 16" in prefill
+    assert "--prefill-context-parallel-size 2" in decode
+    assert "CUDA_VISIBLE_DEVICES=8,9,10,11" in decode
+    assert "give it as the layout" in _refused(["up", file, "--dry-run", "--", "-dcp", "2"])
+    assert "did you mean dcp?" in _refused(["up", file, "--dry-run", "--prefill", "tp=4,decode-context-parallel=2"])
+    assert "tp=4 has none of 4" in _refused(["up", file, "--dry-run", "--prefill", "tp=4,dcp=2"])
+
+
 @pytest.mark.parametrize("command", ["up", "status", "logs", "scale", "down", "verify", "demo", "gateway", "plan"])
 def test_the_help_of_every_command_has_an_example(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "40"})

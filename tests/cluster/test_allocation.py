@@ -38,6 +38,18 @@ def test_every_worker_gets_a_gpu_of_its_own() -> None:
     assert members[2].spec.environment == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
 
 
+def test_ranks_of_prefill_context_parallelism_need_gpus_and_those_of_decode_need_none() -> None:
+    gpus = Machine(False, tuple(map(str, range(26))))
+    members = _allocator(gpus, prefill={"layout": "pcp=2"}, decode={"layout": {"tp": 24, "dcp": 2}}).all_members()
+    assert [len(devices) for devices in _devices(members)] == [2, 24]
+
+
+@pytest.mark.parametrize("layout", ["tp=24,dcp=2", "pcp=2"])
+def test_context_parallelism_is_refused_on_processors(layout: str) -> None:
+    with pytest.raises(SpecError, match="CPU build runs no context parallelism"):
+        _allocator(FOUR_CORES, decode={"layout": layout}).all_members()
+
+
 def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
     with pytest.raises(SpecError) as caught:
         _allocator(prefill={"layout": "tp=4,pp=2"}, decode={"layout": "dp=2"}).all_members()

@@ -29,6 +29,14 @@ def test_an_engine_gets_its_layout_in_vllms_own_flags() -> None:
     assert _value(command, "--port") == "8100"
 
 
+def test_context_parallelism_is_in_vllms_own_flags_where_there_is_any() -> None:
+    command = engine_command(replace(SPEC, layout=Layout(tp=8, pcp=2, dcp=16, interleave=32)), cpu=False)
+    assert _value(command, "--prefill-context-parallel-size") == "2"
+    assert _value(command, "--decode-context-parallel-size") == "16"
+    assert _value(command, "--cp-kv-cache-interleave-size") == "32"
+    assert not any("context" in part or "interleave" in part for part in engine_command(SPEC, cpu=False))
+
+
 def test_the_connector_is_named_in_vllms_own_flag() -> None:
     config = json.loads(_value(engine_command(SPEC, cpu=False), "--kv-transfer-config"))
     assert config == {"kv_connector": "KVFerryConnector", "kv_role": "kv_producer"}

@@ -72,8 +72,9 @@ def test_a_model_is_all_that_is_needed() -> None:
     [
         ({"prefil": {}}, "unknown key 'prefil': did you mean 'prefill'?"),
         ({"prefill": {"replica": 2}}, "unknown key 'replica' in prefill: did you mean 'replicas'?"),
-        ({"prefill": {"layout": {"tpp": 2}}}, "unknown key 'tpp' in prefill.layout: did you mean 'tp'?"),
+        ({"prefill": {"layout": {"tpp": 2}}}, "prefill.layout: unknown key 'tpp' in 'tpp=2'"),
         ({"decode": {"layout": "ttp=2"}}, "decode.layout: unknown key 'ttp' in 'ttp=2'"),
+        ({"decode": {"layout": {"decode-context-parallel-size": 2}}}, "; did you mean dcp?"),
         ({"instances": {"decode-0": {"ports": 1}}}, "unknown key 'ports' in instances.decode-0: did you mean 'port'?"),
         ({"instances": {"decod-0": {}}}, "unknown key 'decod-0' in instances: did you mean 'decode-0'?"),
         ({"connector": {"read_timeot": 1}}, "unknown key 'read_timeot': did you mean 'read_timeout'?"),

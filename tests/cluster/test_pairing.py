@@ -1,6 +1,8 @@
 """What is planned for a pair is what the connector's own geometry does for whole engines."""
 
+import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.cluster.blueprint import Blocks, blueprint, cache_shape
-from kvferry.cluster.pairing import Link, Place, Plan, Question, Report, measured_link, report
+from kvferry.cluster.blueprint import Blocks, blueprint, cache_shape, published
+from kvferry.cluster.layer_reads import Link, Question
+from kvferry.cluster.pairing import Place, Plan, Report, measured_link, report
 from kvferry.cluster.spec import Layout, kv_bytes_per_token
 from kvferry.errors import SpecError
 from kvferry.geometry import Span, descriptors, plan
@@ -104,6 +107,116 @@ def test_what_a_single_group_of_mamba_has_is_on_every_rank() -> None:
 def test_a_state_that_tensor_parallelism_cannot_deal_out_is_a_reason() -> None:
     answer = report({**GATED_DELTA_NET, "linear_num_key_heads": 9}, Layout(1), Layout(2), ASKED)
     assert answer.reasons == ("decode tp=2,pp=1,dp=1: 9 heads or channels of a state cannot be split over tp=2",)
+
+
+SHARING = [
+    (LATENT, "tp=4,dcp=4", "tp=4,dcp=2,pp=2"),
+    (LATENT, "tp=4,dcp=2,interleave=8", "tp=6,dcp=3,pp=3"),
+    (LATENT, "tp=4,dcp=4,interleave=16", "tp=4"),
+    (LATENT, "tp=2,pp=2", "tp=4,dcp=4"),
+    (LATENT, "tp=2,pcp=2,dcp=4,interleave=4", "tp=2,pcp=3,dcp=3"),
+    (LATENT, "tp=2,pcp=2", "tp=2,pcp=2,pp=2"),
+    (FEW_HEADS, "tp=8,dcp=4", "tp=4,dcp=2,interleave=2"),
+    (FEW_HEADS, "tp=8,dcp=2,pp=5", "tp=2"),
+    (FEW_HEADS, "tp=1", "tp=8,dcp=4,interleave=8"),
+    ({**GATED_DELTA_NET, "num_key_value_heads": 2}, "tp=12,dcp=6", "tp=4,dcp=2,pp=2"),
+]
+"""Pairs of which context parallel ranks share out tokens on either side or both."""
+
+
+@pytest.mark.parametrize(("config", "prefill", "decode"), SHARING)
+@pytest.mark.parametrize("tokens", [1, 90, 480])
+def test_what_context_parallel_ranks_read_is_what_whole_engines_read(
+    config: dict[str, Any], prefill: str, decode: str, tokens: int
+) -> None:
+    """Bytes and descriptors between every two ranks, with blocks in a row and with blocks apart."""
+    asked = ASKED._replace(tokens=tokens)
+    shape, blocks = cache_shape(config, "bfloat16"), Blocks(16, 2 * asked.blocks + 1)
+    sides = [Layout.parse(text) for text in (prefill, decode)]
+    producer, consumer = (blueprint(shape, layout, blocks) for layout in sides)
+    producer = published(producer, sides[0])
+    expected: dict[tuple[Place, Place], tuple[int, ...]] = {}
+    for reader in consumer.workers:
+        for index, pieces in plan(producer, reader).reads.items():
+            found = [
+                list(descriptors(pieces, [ids], [ids], Span(0, tokens)).values())
+                for ids in (range(1, asked.blocks + 1), range(1, 2 * asked.blocks, 2))
+            ]
+            other = producer.workers[index]
+            pair = Place(reader.pp_rank, reader.tp_rank), Place(other.pp_rank, other.tp_rank)
+            expected[pair] = (sum(one.bytes for one in found[0]), *(sum(map(len, parts)) for parts in found))
+    planned = {
+        (read.reader, read.producer): (read.bytes, read.descriptors.contiguous, read.descriptors.scattered)
+        for read in _plan(config, *sides, asked).reads
+    }
+    assert planned == {pair: found for pair, found in expected.items() if found[0]}
+
+
+@pytest.mark.parametrize(("config", "prefill", "decode"), SHARING)
+def test_totals_are_those_of_the_reads(config: dict[str, Any], prefill: str, decode: str) -> None:
+    planned = _plan(config, Layout.parse(prefill), Layout.parse(decode))
+    received, sent = Counter[Place](), Counter[Place]()
+    for read in planned.reads:
+        received[read.reader] += read.bytes
+        sent[read.producer] += read.bytes
+    totals = planned.totals
+    assert (totals.readers, totals.moved_bytes) == (len(received), received.total())
+    assert totals.busiest_link_bytes == max(*received.values(), *sent.values())
+    assert totals.descriptors.contiguous == sum(read.descriptors.contiguous for read in planned.reads)
+    assert totals.descriptors.scattered == sum(read.descriptors.scattered for read in planned.reads)
+
+
+def test_a_context_parallel_rank_holds_its_share_in_whole_blocks() -> None:
+    """100 tokens, four ranks with blocks of 16: two blocks each."""
+    whole, shared = (_plan(LATENT, Layout(), Layout(tp=8, dcp=dcp)) for dcp in (1, 4))
+    per_token = whole.kv_bytes_per_token
+    assert [stage.kv_bytes_per_prompt for stage in whole.decode.stages] == [7 * 16 * per_token]
+    assert [stage.kv_bytes_per_prompt for stage in shared.decode.stages] == [2 * 16 * per_token]
+    assert [stage.kv_bytes_per_token for stage in shared.decode.stages] == [per_token // 4]
+    assert shared.totals.moved_bytes == 2 * shared.kv_bytes_per_prompt
+    assert whole.totals.moved_bytes == 8 * whole.kv_bytes_per_prompt
+
+
+def test_ranks_of_prefill_context_parallelism_are_cards_that_each_keep_all() -> None:
+    planned = _plan(LATENT, Layout(tp=2, pcp=2), Layout(tp=2, pcp=2))
+    assert (planned.decode.cards, planned.totals.readers) == (4, 4)
+    assert planned.totals.moved_bytes == 4 * planned.kv_bytes_per_prompt
+    assert {read.producer.tp for read in planned.reads} == {2, 3}
+    assert any("prefill context parallelism" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("tp=4,dcp=4", "tp=4,dcp=2"), ("tp=4,dcp=4", "tp=1")])
+def test_what_an_interleave_of_a_block_would_save_is_what_it_saves(prefill: str, decode: str) -> None:
+    """A range for each token and layer, and one for each block and layer."""
+    asked = ASKED._replace(tokens=480)
+    sides = [Layout.parse(text) for text in (prefill, decode)]
+    by_token = _plan(LATENT, *sides, asked)
+    by_block = _plan(LATENT, *(replace(side, interleave=16) for side in sides), asked)
+    assert by_token.totals.descriptors.scattered == by_token.decode.tp // by_token.decode.dcp * 480 * 5
+    assert by_token.block_interleave == by_block.totals.descriptors
+    assert by_block.totals.descriptors.scattered * 16 == by_token.totals.descriptors.scattered
+    assert by_block.block_interleave is None
+
+
+def test_between_equal_shares_an_interleave_saves_nothing() -> None:
+    equal, none = (_plan(LATENT, Layout(tp=4, dcp=dcp), Layout(tp=4, pp=5, dcp=dcp)) for dcp in (4, 1))
+    assert equal.block_interleave is none.block_interleave is None
+    assert equal.totals.descriptors.contiguous == none.totals.descriptors.contiguous
+
+
+def test_an_interleave_that_does_not_divide_the_block_is_a_reason() -> None:
+    answer = report(LATENT, Layout(tp=2, dcp=2, interleave=5), Layout(interleave=5), ASKED)
+    assert answer.reasons == (
+        "prefill tp=2,pp=1,dp=1,dcp=2,interleave=5: interleave=5 does not divide blocks of 16 tokens",
+    )
+
+
+def test_context_parallelism_is_among_the_alternatives() -> None:
+    planned = _plan(LATENT, Layout(), Layout(tp=4, dcp=2))
+    others = {other.decode: other.totals for other in planned.alternatives}
+    assert others["tp=4,pp=1,dp=1,dcp=4"].kv_bytes_per_rank < planned.totals.kv_bytes_per_rank
+    assert others["tp=4,pp=1,dp=1"].moved_bytes == 2 * planned.totals.moved_bytes
+    assert "tp=2,pp=2,dp=1,dcp=2" in others
 
 
 @pytest.mark.parametrize("prefill", SMALL, ids=str)
@@ -209,11 +322,22 @@ def test_the_largest_layouts_are_planned() -> None:
     assert planned.decode.cards == 1024 * 256
 
 
+def test_the_largest_contexts_are_planned_in_less_than_a_second() -> None:
+    """Every rank reads from every one: 64 ranks that take a block at a time, and 64 that take a token."""
+    prefill, decode = (Layout(tp=64, pp=16, dp=256, dcp=64, interleave=interleave) for interleave in (16, 1))
+    started = time.process_time()
+    planned = _plan(DEEPSEEK_V3, prefill, decode, ASKED._replace(tokens=6000))
+    assert time.process_time() - started < 1
+    assert planned.totals.readers == 1024
+
+
 def test_what_the_estimate_leaves_out_is_said() -> None:
     plain = _plan(GROUPED_QUERY, Layout(), Layout()).notes
     assert "estimate" in plain[0]
     windowed = _plan({**GROUPED_QUERY, "layer_types": ["sliding_attention"]}, Layout(), Layout()).notes
     assert "sliding window" in windowed[-1]
+    shared = {**FEW_HEADS, "layer_types": ["sliding_attention"]}
+    assert any("--disable-hybrid" in note for note in _plan(shared, Layout(), Layout(tp=4, dcp=2)).notes)
 
 
 def test_more_ranges_than_can_be_counted_are_refused() -> None:

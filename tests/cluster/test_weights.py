@@ -15,6 +15,11 @@ def _weights(config: dict[str, Any], layout: Layout, dtype: str = "bfloat16") ->
     return weight_bytes(config, layout, stages(config["num_hidden_layers"], layout), dtype)
 
 
+def test_experts_are_cut_over_ranks_of_prefill_context_parallelism_too() -> None:
+    assert _weights(MIXTRAL_8X7B, Layout(tp=2, pcp=4)) == _weights(MIXTRAL_8X7B, Layout(tp=2, dp=4))
+    assert _weights(LLAMA_405B, Layout(tp=2, pcp=4)) == _weights(LLAMA_405B, Layout(tp=2))
+
+
 @pytest.mark.parametrize(
     ("config", "parameters", "element_bytes"),
     [

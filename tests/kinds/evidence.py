@@ -213,6 +213,11 @@ CPU_BUILD = [
         "test_blocks_are_multiples_of_32_tokens",
     ),
     (
+        "Decode context parallelism (`kvferry up` refuses it on processors)",
+        "no attention backend returns the log-sum-exp that it asks for",
+        "test_no_backend_returns_what_context_parallelism_asks_for",
+    ),
+    (
         "Quantised latent caches (MLA)",
         "neither of its two backends stores them",
         "test_latent_caches_are_not_quantised",

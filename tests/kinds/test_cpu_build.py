@@ -3,9 +3,9 @@
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
@@ -28,6 +28,11 @@ def test_blocks_are_multiples_of_32_tokens() -> None:
     [size] = CPUAttentionBackend.get_supported_kernel_block_sizes()
     assert isinstance(size, MultipleOf)
     assert size.base == 32
+
+
+@pytest.mark.parametrize("backend", [CPUAttentionBackend, CPUMLABackend, AMXMLABackend])
+def test_no_backend_returns_what_context_parallelism_asks_for(backend: type[AttentionBackend]) -> None:
+    assert not backend.get_impl_cls().can_return_lse_for_decode
 
 
 def test_latent_caches_are_not_quantised() -> None:

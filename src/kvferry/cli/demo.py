@@ -119,7 +119,7 @@ def _ask_router(router: str, plan: Plan, prompt: str, max_tokens: int) -> tuple[
     out.print(f"\n[bold]{prompt}[/bold]")
     answer = ask(router, prompt, max_tokens, show=lambda piece: out.print(piece, end="", markup=False))
     out.print("\n")
-    readers = plan.decode.layout.tp * plan.decode.layout.pp
+    readers = plan.decode.layout.core_workers
     everything = await_transfers(plan.transfer_log, lambda _: True, earlier + readers, SETTLE_S)
     return answer, Moved(everything.transfers[earlier:])
 

@@ -13,7 +13,8 @@ SHOWN_SINGLY = 32
 class Group(NamedTuple):
     """Decode ranks of one stage that read as many bytes in as many reads from one prefill stage.
 
-    `layers` and `heads` are half open and span all reads of the group.
+    `layers` and `heads` are half open and span all reads of the group. `bytes_per_token_each` is an average over the
+    tokens of the prompt, which context parallel ranks may share out.
     """
 
     readers: str
@@ -25,27 +26,29 @@ class Group(NamedTuple):
     state_bytes_each: int
 
 
-def grouped(reads: Sequence[Read]) -> list[Group]:
-    """Each read by itself while there are few, neighbouring alike readers together where there are many."""
+def grouped(reads: Sequence[Read], tokens: int) -> list[Group]:
+    """Each read by itself while there are few, neighbouring alike readers together where there are many.
+
+    `tokens` are the prompt's.
+    """
     if len(reads) <= SHOWN_SINGLY:
-        return [_group([[read]]) for read in reads]
-    return list(_groups(reads))
+        return [_group([[read]], tokens) for read in reads]
+    return list(_groups(reads, tokens))
 
 
-def _groups(reads: Iterable[Read]) -> Iterator[Group]:
+def _groups(reads: Iterable[Read], tokens: int) -> Iterator[Group]:
     for _, pair in groupby(reads, key=lambda read: (read.reader.pp, read.producer.pp)):
         by_reader = [list(group) for _, group in groupby(pair, key=lambda read: read.reader)]
         for _, alike in groupby(by_reader, key=lambda mine: (len(mine), *_bytes(mine))):
-            yield _group(list(alike))
+            yield _group(list(alike), tokens)
 
 
-def _bytes(reads: Iterable[Read]) -> tuple[int, int]:
-    """Of each token, and of a request's states."""
-    reads = list(reads)
+def _bytes(reads: Sequence[Read]) -> tuple[int, int]:
+    """Of each token, as if all were read, and of a request's states: alike also where a token more is held."""
     return sum(read.bytes_per_token for read in reads), sum(read.state_bytes for read in reads)
 
 
-def _group(by_reader: Sequence[Sequence[Read]]) -> Group:
+def _group(by_reader: Sequence[Sequence[Read]], tokens: int) -> Group:
     every = [read for mine in by_reader for read in mine]
     first, producers = by_reader[0], {read.producer.tp for read in every}
     readers = [mine[0].reader.tp for mine in by_reader]
@@ -55,7 +58,8 @@ def _group(by_reader: Sequence[Sequence[Read]]) -> Group:
         every[0].layers,
         Span(min(read.heads.start for read in every), max(read.heads.stop for read in every)),
         len(first),
-        *_bytes(first),
+        round(sum(read.bytes_per_token * read.tokens for read in every) / len(by_reader) / tokens),
+        _bytes(first)[1],
     )
 
 

@@ -56,9 +56,9 @@ class Column:
     def __post_init__(self) -> None:
         self._stages = -(-self.side.pp // MOST_BOXES)
         rows = -(-self.side.pp // self._stages)
-        self._ranks = -(-self.side.tp // max(1, MOST_BOXES // rows))
+        self._ranks = -(-self.side.ranks // max(1, MOST_BOXES // rows))
         for pp in range(0, self.side.pp, self._stages):
-            for tp in range(0, self.side.tp, self._ranks):
+            for tp in range(0, self.side.ranks, self._ranks):
                 self.boxes[self.key(Place(pp, tp))] = Box(self._label(pp, tp))
 
     def key(self, place: Place) -> Key:
@@ -66,10 +66,10 @@ class Column:
         return place.pp // self._stages, place.tp // self._ranks
 
     def _label(self, pp: int, tp: int) -> str:
-        last_pp, last_tp = min(pp + self._stages, self.side.pp), min(tp + self._ranks, self.side.tp)
+        last_pp, last_tp = min(pp + self._stages, self.side.pp), min(tp + self._ranks, self.side.ranks)
         layers = Span(self.side.stages[pp].layers.start, self.side.stages[last_pp - 1].layers.stop)
-        first, last = (heads_of_rank(self.kv_heads, self.side.tp, rank) for rank in (tp, last_tp - 1))
-        heads = Span(first.start, last.stop)
+        held = [heads_of_rank(self.kv_heads, self.side.tp, rank % self.side.tp) for rank in range(tp, last_tp)]
+        heads = Span(min(span.start for span in held), max(span.stop for span in held))
         name = f"{numbered('pp', pp, last_pp)} {numbered('tp', tp, last_tp)}"
         return f"{name}  ·  {_counted('layer', layers)}  ·  {_counted('head', heads)}"
 
@@ -107,7 +107,7 @@ def _bands(planned: Plan, left: Column, right: Column) -> list[Band]:
     heads: dict[tuple[Key, Key, Span], Span] = {}
     for read in planned.reads:
         key = (left.key(read.producer), right.key(read.reader), read.layers)
-        sums[key] += read.bytes(planned.tokens)
+        sums[key] += read.bytes
         seen = heads.get(key, read.heads)
         heads[key] = Span(min(seen.start, read.heads.start), max(seen.stop, read.heads.stop))
     bands = [Band(*key, heads[key], count) for key, count in sorted(sums.items())]

@@ -16,7 +16,8 @@ from kvferry.cli.picture import save_picture
 from kvferry.cli.tables import Rows
 from kvferry.cli.units import amount, duration
 from kvferry.cluster.blueprint import DTYPES
-from kvferry.cluster.pairing import Link, Plan, Question, Totals, measured_link, report
+from kvferry.cluster.layer_reads import Link, Question
+from kvferry.cluster.pairing import Plan, Totals, measured_link, report
 from kvferry.cluster.spec import Layout, read_config_file, read_model_config
 from kvferry.errors import SpecError
 
@@ -26,6 +27,7 @@ ASSUMED_GBPS = 100.0
 EXAMPLE = examples(
     "kvferry plan ~/models/Llama-3.1-70B --prefill tp=4,pp=2 --decode tp=8",
     "kvferry plan config.json --prefill pp=4 --decode tp=4 --picture reads.svg",
+    "kvferry plan config.json --prefill tp=8,dcp=4 --decode tp=4,dcp=2,pp=2",
 )
 
 
@@ -33,7 +35,9 @@ def plan(
     model: Annotated[Path, typer.Argument(help="Model directory, or a config.json; no weights are needed.")],
     prefill: Annotated[
         str,
-        typer.Option(help="Layout, such as tp=2,pp=3,dp=1,partition=1+2+1; what is not named is 1."),
+        typer.Option(
+            help="Layout, such as tp=2,pp=3,dp=1,partition=1+2+1 or tp=8,dcp=4,interleave=16; what is not named is 1."
+        ),
     ],
     decode: Annotated[str, typer.Option(help="Layout of the decode side.")],
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 6000,
@@ -138,7 +142,7 @@ def _memory_table(planned: Plan, name: str) -> Rows:
         for stage in side.stages:
             table.add(
                 role,
-                f"pp{stage.pp} {numbered('tp', 0, side.tp)}",
+                f"pp{stage.pp} {numbered('tp', 0, side.ranks)}",
                 inclusive(stage.layers),
                 amount(stage.weights_bytes),
                 f"{stage.kv_bytes_per_token:,}",
@@ -152,7 +156,7 @@ def _reads_table(planned: Plan) -> Rows:
     states = bool(planned.state_bytes)
     numbers = ("reads each", "bytes/token each", *(["states each"] if states else []))
     table = Rows("Who reads what from whom", ("decode", "prefill", "layers", "heads", *numbers), numbers)
-    for group in grouped(planned.reads):
+    for group in grouped(planned.reads, planned.tokens):
         table.add(
             group.readers,
             group.producers,
@@ -173,6 +177,7 @@ def _totals_lines(planned: Plan) -> list[str]:
         f"Per prompt: {totals.readers:,} decode workers read {amount(totals.moved_bytes)}{replicas}.",
         f"Descriptors: {totals.descriptors.contiguous:,} if blocks are contiguous, "
         f"{totals.descriptors.scattered:,} if they are scattered.",
+        *_interleave_lines(planned),
         f"Time: {duration(totals.seconds)} for {amount(totals.busiest_link_bytes)} on the busiest worker "
         f"at {planned.link.gbps:.4g} Gbit/s ({planned.link.source}).",
     ]
@@ -180,6 +185,20 @@ def _totals_lines(planned: Plan) -> list[str]:
         cores = f"{planned.prefill.dp} prefill and {planned.decode.dp} decode engine cores (dp)"
         lines.append(f"Of {cores} each prompt takes one and one; all cores of a side are alike.")
     return lines
+
+
+def _interleave_lines(planned: Plan) -> list[str]:
+    """What it costs that context parallel ranks take few tokens at a time, where it costs anything."""
+    if not (better := planned.block_interleave):
+        return []
+    sharing = [side for side in (planned.prefill, planned.decode) if side.dcp > 1]
+    at_most = min(side.interleave for side in sharing)
+    run = "one token" if at_most == 1 else f"{at_most} tokens"
+    where = "on both sides" if len(sharing) == 2 else f"where dcp is {sharing[0].dcp}"
+    return [
+        f"Ranks share out tokens differently on the two sides, so that a range is {run} of a layer at most. With "
+        f"interleave={planned.block_tokens} (a block) {where}: {better.contiguous:,} or {better.scattered:,}."
+    ]
 
 
 def _alternatives_table(planned: Plan) -> Rows | Text:

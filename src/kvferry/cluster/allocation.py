@@ -125,6 +125,8 @@ class Allocator:
         layout = self.manifest.layout(role, index)
         if reasons := layout_reasons(layout, dict(self.config)):
             raise SpecError(f"{role}: {layout} does not fit the model: {'; '.join(reasons)}")
+        if self.machine.cpu and max(layout.pcp, layout.dcp) > 1:
+            raise SpecError(f"{role}: {layout} needs GPUs: vLLM's CPU build runs no context parallelism (pcp, dcp)")
         explicit = self.manifest.override(role, index).devices
         return Need(instance_name(role, index), layout.workers, None if explicit is None else _texts(explicit))
 

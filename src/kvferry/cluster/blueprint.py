@@ -11,7 +11,16 @@ from typing import Any
 from kvferry.cluster.spec import Layout, kv_bytes_per_token
 from kvferry.cluster.states import Part, state_parts
 from kvferry.errors import SpecError
-from kvferry.geometry import EngineLayout, Fingerprint, LayerShard, Span, WorkerShards, heads_of_rank
+from kvferry.geometry import (
+    ALL_TOKENS,
+    EngineLayout,
+    Fingerprint,
+    LayerShard,
+    Span,
+    TokenShare,
+    WorkerShards,
+    heads_of_rank,
+)
 from kvferry.geometry.layout import Kind
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -147,30 +156,47 @@ def blueprint(shape: CacheShape, layout: Layout, blocks: Blocks) -> EngineLayout
     The packing is taken to be separable, which GPU backends are; the core is one of ``layout.dp`` equal ones.
     """
     workers = [
-        WorkerShards(pp_rank, tp_rank, tuple(_shards(shape, held, tp_rank, layout.tp, blocks)))
+        WorkerShards(pp_rank, rank, tuple(_shards(shape, held, rank, layout, blocks)))
         for pp_rank, held in enumerate(stages(shape.layers, layout))
-        for tp_rank in range(layout.tp)
+        for rank in range(layout.ranks)
     ]
     fingerprint = Fingerprint("blueprint", 1, "any")
     return EngineLayout(f"blueprint {layout}", layout.tp, layout.pp, 0, fingerprint, tuple(workers))
 
 
 def one_layer(shape: CacheShape, layout: Layout, blocks: Blocks, recurrent: bool = False) -> EngineLayout:
-    """The tensor parallel ranks of any one pipeline stage, with one of its layers.
+    """The ranks of any one pipeline stage, with one of its layers.
 
-    Who reads which heads from which tensor parallel rank depends on neither layer nor stage, so planning this is
-    planning all.
+    Who reads which heads and tokens from which rank depends on neither layer nor stage, so planning this is planning
+    all.
     """
     one = replace(shape, layers=1, recurrent=frozenset({0} if recurrent else ()))
     return blueprint(one, replace(layout, pp=1, partition=None), blocks)
 
 
-def _shards(shape: CacheShape, layers: Span, rank: int, tp: int, blocks: Blocks) -> Iterator[LayerShard]:
-    heads = heads_of_rank(shape.heads, tp, rank)
+def published(engine: EngineLayout, layout: Layout) -> EngineLayout:
+    """What peers are shown of an engine: of replicas by prefill context parallelism vLLM's handshake has the last."""
+    if layout.dcp > 1:
+        return engine
+    last = layout.ranks - layout.tp
+    return replace(engine, workers=tuple(worker for worker in engine.workers if worker.tp_rank >= last))
+
+
+def _share(layout: Layout, pcp_rank: int, tp_rank: int) -> TokenShare:
+    """As in vLLM's ``initialize_model_parallel``: a group spans ranks of prefill context parallelism first."""
+    if layout.dcp == 1:
+        return ALL_TOKENS
+    return TokenShare(layout.dcp, (tp_rank * layout.pcp + pcp_rank) % layout.dcp, layout.interleave)
+
+
+def _shards(shape: CacheShape, layers: Span, rank: int, layout: Layout, blocks: Blocks) -> Iterator[LayerShard]:
+    pcp_rank, tp_rank = divmod(rank, layout.tp)
+    heads = heads_of_rank(shape.heads, layout.tp, tp_rank)
+    share = _share(layout, pcp_rank, tp_rank)
     for index, layer in enumerate(range(*layers)):
         address = (1 + index) * LAYER_BYTES
         if layer in shape.recurrent:
-            yield from _states(shape, layer, rank, tp, blocks, address)
+            yield from _states(shape, layer, tp_rank, layout.tp, blocks, address)
             continue
         head_stride = shape.cell_bytes * blocks.tokens
         yield LayerShard(
@@ -183,6 +209,7 @@ def _shards(shape: CacheShape, layers: Span, rank: int, tp: int, blocks: Blocks)
             block_stride=head_stride * heads.size,
             head_stride=head_stride,
             token_stride=shape.cell_bytes,
+            share=share,
             **_alike(shape, blocks),
         )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvferry.cluster.spec import LOOPBACK, InstanceSpec, read_model_config
+from kvferry.cluster.spec import FLAGS, LOOPBACK, InstanceSpec, read_model_config
 from kvferry.errors import SpecError
 
 CONNECTOR = "KVFerryConnector"
@@ -63,10 +63,9 @@ def _optional(flag: str, value: object) -> list[str]:
 
 
 def _layout_arguments(spec: InstanceSpec) -> list[str]:
-    arguments = ["--tensor-parallel-size", str(spec.layout.tp), "--pipeline-parallel-size", str(spec.layout.pp)]
-    if spec.layout.dp > 1:
-        arguments += ["--data-parallel-size", str(spec.layout.dp)]
-    return arguments
+    sizes = {key: getattr(spec.layout, key) for key in FLAGS}
+    shown = {key: size for key, size in sizes.items() if key in ("tp", "pp") or size > 1}
+    return [argument for key, size in shown.items() for argument in (FLAGS[key], str(size))]
 
 
 def _connector_arguments(spec: InstanceSpec, cpu: bool) -> list[str]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvferry.cluster.spec import FLAGS as LAYOUT_FLAGS
 from kvferry.errors import SpecError
 
 Flags = dict[str, tuple[str, ...]]
@@ -17,12 +18,8 @@ RESERVED = {
     "--served-model-name": "served_model_name",
     "--host": "instance_host",
     "--port": "the port of one of `instances`",
-    "--tensor-parallel-size": "the layout",
-    "-tp": "the layout",
-    "--pipeline-parallel-size": "the layout",
-    "-pp": "the layout",
-    "--data-parallel-size": "the layout",
-    "-dp": "the layout",
+    **dict.fromkeys([*LAYOUT_FLAGS.values(), "--dcp-kv-cache-interleave-size"], "the layout"),
+    **dict.fromkeys(["-tp", "-pp", "-dp", "-pcp", "-dcp"], "the layout"),
     "--kv-transfer-config": "connector",
     "--api-key": "gateway: {api-key-file: ...}",
 }

@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from kvferry.cluster import flags
 from kvferry.cluster.flags import Flags
-from kvferry.cluster.spec import KEYS as LAYOUT_KEYS
 from kvferry.cluster.spec import LOOPBACK, Layout
 from kvferry.errors import GatewayError, SettingsError, SpecError
 from kvferry.gateway.settings import Role
@@ -174,14 +173,12 @@ def layout_of(given: str | Mapping[str, Any], where: str) -> Layout:
     try:
         if isinstance(given, str):
             return Layout.parse(given)
-        _require_known(given, LAYOUT_KEYS, where)
         sizes = dict(given)
         if isinstance(partition := sizes.get("partition"), list):
             sizes["partition"] = "+".join(map(str, partition))
         return Layout.parse(",".join(f"{key}={value}" for key, value in sizes.items()) or "tp=1")
     except SpecError as error:
-        text = str(error)
-        raise SpecError(text if text.startswith(where) else f"{where}: {text}") from error
+        raise SpecError(f"{where}: {error}") from error
 
 
 def parse(raw: Any, source: str = "") -> Manifest:

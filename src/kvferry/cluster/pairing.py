@@ -6,19 +6,39 @@ own: a prompt moves from one core to one core, so one of each side is planned.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from kvferry.cluster.blueprint import Blocks, CacheShape, cache_shape, one_layer, stages, unmovable, unsplit_states
-from kvferry.cluster.spec import SIZE_LIMIT, Layout, layout_reasons
+from kvferry.cluster.blueprint import (
+    Blocks,
+    CacheShape,
+    cache_shape,
+    one_layer,
+    published,
+    stages,
+    unmovable,
+    unsplit_states,
+)
+from kvferry.cluster.layer_reads import (
+    NOTHING,
+    Link,
+    Moved,
+    Question,
+    head_reads,
+    layer_reads,
+    total_ranges,
+)
+from kvferry.cluster.ranges import Ranges
+from kvferry.cluster.spec import FLAGS, SIZE_LIMIT, Layout, layout_reasons
 from kvferry.cluster.transfers import read_transfers
 from kvferry.cluster.weights import LEFT_OUT, weight_bytes
 from kvferry.errors import SpecError
-from kvferry.geometry import Piece, Span, check, descriptors, plan
+from kvferry.geometry import Span, check
 
 RANGES_LIMIT = 1 << 23
 """Most (block, head) pairs of a layer that are counted one by one."""
@@ -27,7 +47,7 @@ WINDOWED = frozenset({"sliding_attention", "chunked_attention"})
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """A worker of an engine core."""
+    """A worker of an engine core; ranks of prefill context parallelism count on after the tensor parallel ones."""
 
     pp: int
     tp: int
@@ -36,27 +56,13 @@ class Place(msgspec.Struct, frozen=True, order=True):
         return f"pp{self.pp} tp{self.tp}"
 
 
-class Ranges(msgspec.Struct, frozen=True):
-    """Byte ranges (NIXL descriptors) that move, by how the blocks of the prompt lie in the cache.
-
-    `contiguous`: each side's blocks follow each other, as in an empty cache; `scattered`: no two are neighbours.
-    """
-
-    contiguous: int
-    scattered: int
-
-    def __add__(self, other: "Ranges") -> "Ranges":
-        return Ranges(self.contiguous + other.contiguous, self.scattered + other.scattered)
-
-    def __mul__(self, times: int) -> "Ranges":
-        return Ranges(self.contiguous * times, self.scattered * times)
-
-
 class Read(msgspec.Struct, frozen=True):
     """What one decode worker reads from one prefill worker.
 
     Attributes:
         layers, heads: half open, ``[start, stop)``, global; no heads where nothing but states is read.
+        bytes_per_token: of each token that is read.
+        tokens: how many of the prompt that are: those that both hold, where context parallel ranks share them out.
         state_bytes: of recurrent layers, whatever the length of the prompt.
         descriptors: for the whole prompt.
     """
@@ -66,18 +72,21 @@ class Read(msgspec.Struct, frozen=True):
     layers: Span
     heads: Span
     bytes_per_token: int
+    tokens: int
     state_bytes: int
     descriptors: Ranges
 
-    def bytes(self, tokens: int) -> int:
-        """For a prompt of ``tokens`` tokens."""
-        return self.bytes_per_token * tokens + self.state_bytes
+    @property
+    def bytes(self) -> int:
+        """For the whole prompt."""
+        return self.bytes_per_token * self.tokens + self.state_bytes
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """One pipeline stage; its figures are of each of its tensor parallel ranks, in bytes.
+    """One pipeline stage; its figures are of each of its ranks, in bytes.
 
     Attributes:
+        kv_bytes_per_token: on average over the tokens of a prompt, rounded up: ranks may share them out.
         state_bytes: of recurrent layers, for each request.
         kv_bytes_per_prompt: whole blocks, and the states.
     """
@@ -91,14 +100,22 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True):
-    """One instance; `cards` over all its engine cores."""
+    """One instance; `cards` over all its engine cores, `interleave` in tokens (see ``Layout``)."""
 
     layout: str
     tp: int
     pp: int
     dp: int
+    pcp: int
+    dcp: int
+    interleave: int
     cards: int
     stages: tuple[Stage, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Workers of a stage."""
+        return self.tp * self.pcp
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -130,16 +147,14 @@ class Alternative(msgspec.Struct, frozen=True):
     totals: Totals
 
 
-class Link(msgspec.Struct, frozen=True):
-    """Speed at which one worker sends or receives, in 1e9 bits per second, and where the number comes from."""
-
-    gbps: float
-    source: str
-
-
 class Plan(msgspec.Struct, frozen=True):
     """Everything about a pair that works; the prompt has `tokens` tokens, `state_bytes` of which depend on no number of
-    them."""
+    them.
+
+    Attributes:
+        block_interleave: what `totals.descriptors` would be if context parallel ranks took a block of tokens at a time;
+            None where that changes nothing.
+    """
 
     tokens: int
     block_tokens: int
@@ -152,6 +167,7 @@ class Plan(msgspec.Struct, frozen=True):
     prefill: Side
     decode: Side
     totals: Totals
+    block_interleave: Ranges | None
     reads: tuple[Read, ...]
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...]
@@ -165,20 +181,6 @@ class Report(msgspec.Struct, frozen=True):
     plan: Plan | None
 
 
-class Question(NamedTuple):
-    """What is asked besides the pair: prompt and block length in tokens, element type, link."""
-
-    tokens: int
-    block_tokens: int
-    dtype: str
-    link: Link
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that the prompt takes, the last one perhaps partly."""
-        return -(-self.tokens // self.block_tokens)
-
-
 def report(config: dict[str, Any], prefill: Layout, decode: Layout, question: Question) -> Report:
     """Plan a pair.
 
@@ -190,7 +192,7 @@ def report(config: dict[str, Any], prefill: Layout, decode: Layout, question: Qu
         raise SpecError(f"{question.blocks} blocks x {shape.heads} KV heads are too many to count; take fewer tokens")
     if reasons := _reasons(config, shape, prefill, decode, question):
         return Report(False, tuple(reasons), None)
-    reads = tuple(_reads(shape, prefill, decode, question))
+    moved = layer_reads(shape, prefill, decode, question)
     receiving = _side(config, shape, decode, question)
     planned = Plan(
         tokens=question.tokens,
@@ -203,10 +205,11 @@ def report(config: dict[str, Any], prefill: Layout, decode: Layout, question: Qu
         kv_bytes_per_prompt=shape.bytes_per_token * question.tokens + shape.state_bytes,
         prefill=_side(config, shape, prefill, question),
         decode=receiving,
-        totals=_totals(reads, receiving, question),
-        reads=reads,
+        totals=_totals(shape, prefill, decode, moved, receiving, question),
+        block_interleave=_block_interleave(shape, prefill, decode, question, moved),
+        reads=tuple(_reads(shape, prefill, decode, moved)),
         alternatives=tuple(_alternatives(config, shape, prefill, decode, question)),
-        notes=tuple(_notes(config, shape)),
+        notes=tuple(_notes(config, shape, prefill, decode)),
     )
     return Report(True, (), planned)
 
@@ -236,100 +239,65 @@ def _reasons(
     unsplit = [
         f"{side} {layout}: {reason}"
         for side, layout in (("prefill", prefill), ("decode", decode))
-        for reason in (*layout_reasons(layout, config), *unsplit_states(shape, layout))
+        for reason in (
+            *layout_reasons(layout, config),
+            *unsplit_states(shape, layout),
+            *_interleave_reasons(layout, question),
+        )
     ]
     reasons = unmovable(config) + unsplit
     if reasons:
         return reasons
     blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
     both = [[one_layer(shape, layout, blocks, kept) for layout in (prefill, decode)] for kept in (False, True)]
-    return [reason for pair in both for reason in check(*pair)]
+    return [reason for producer, consumer in both for reason in check(published(producer, prefill), consumer)]
 
 
-def _notes(config: dict[str, Any], shape: CacheShape) -> Iterator[str]:
+def _interleave_reasons(layout: Layout, question: Question) -> Iterator[str]:
+    if layout.dcp > 1 and question.block_tokens % layout.interleave:
+        yield f"interleave={layout.interleave} does not divide blocks of {question.block_tokens} tokens"
+
+
+def _notes(config: dict[str, Any], shape: CacheShape, prefill: Layout, decode: Layout) -> Iterator[str]:
     yield LEFT_OUT
     yield "seconds are bytes over link speed on the busiest worker; the cost per descriptor comes on top"
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and WINDOWED & set(map(str, kinds)):
         yield "layers with a sliding window are counted as if they kept the whole prompt"
+        if max(prefill.dcp, decode.dcp) > 1:
+            yield "vLLM shares out layers with a sliding window only with --disable-hybrid-kv-cache-manager"
     if shape.recurrent:
         yield (
             "a state is counted once for each request and by its own bytes; vLLM pads it to its page and keeps more of "
             "them where prefixes are cached; weights of recurrent layers are taken to be those of attention"
         )
+    if max(prefill.pcp, decode.pcp) > 1:
+        yield (
+            "ranks of prefill context parallelism count on after the tensor parallel ones; without dcp each keeps all, "
+            "and prompts are read from the last"
+        )
     if config.get("index_head_dim"):
         yield "the cache of the sparse attention indexer is not counted"
 
 
-class _RankRead(NamedTuple):
-    """What a tensor parallel rank reads from another in any one layer: bytes of each token, or of a state."""
-
-    reader: int
-    producer: int
-    heads: Span
-    bytes: int
-    descriptors: Ranges
-
-
-NOTHING = _RankRead(0, 0, Span(0, 0), 0, Ranges(0, 0))
-
-
-def _head_reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[_RankRead]:
-    counted: dict[tuple[int, ...], Ranges] = {}
-    for reader, producer, pieces in _pieces(shape, prefill, decode, question, recurrent=False):
-        for piece in pieces:
-            # Only sizes decide how many ranges there are, never where the heads lie.
-            sizes = (piece.heads.size, piece.local.heads.size, piece.remote.heads.size)
-            if sizes not in counted:
-                counted[sizes] = _ranges([piece], question)
-            yield _RankRead(reader, producer, piece.heads, piece.heads.size * shape.cell_bytes, counted[sizes])
-
-
-def _state_reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[_RankRead]:
-    for reader, producer, pieces in _pieces(shape, prefill, decode, question, recurrent=True):
-        size = sum(piece.heads.size * piece.local.cell_bytes for piece in pieces)
-        yield _RankRead(reader, producer, NOTHING.heads, size, _ranges(pieces, question))
-
-
-def _pieces(
-    shape: CacheShape, prefill: Layout, decode: Layout, question: Question, recurrent: bool
-) -> Iterator[tuple[int, int, tuple[Piece, ...]]]:
-    """Of a layer of one sort: reader, producer (tensor parallel ranks), and what moves between them."""
-    blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
-    producer, consumer = (one_layer(shape, layout, blocks, recurrent) for layout in (prefill, decode))
-    for reader in consumer.workers:
-        for index, pieces in plan(producer, reader).reads.items():
-            yield reader.tp_rank, producer.workers[index].tp_rank, pieces
-
-
-def _ranges(pieces: Sequence[Piece], question: Question) -> Ranges:
-    contiguous = range(1, question.blocks + 1)
-    scattered = range(1, 2 * question.blocks, 2)
-    return Ranges(
-        *(
-            sum(map(len, descriptors(pieces, [ids], [ids], Span(0, question.tokens)).values()))
-            for ids in (contiguous, scattered)
-        )
-    )
-
-
-def _reads(shape: CacheShape, prefill: Layout, decode: Layout, question: Question) -> Iterator[Read]:
-    """Every read: what tensor parallel ranks do in a layer, in every range of layers that two stages share."""
-    heads = {(read.reader, read.producer): read for read in _head_reads(shape, prefill, decode, question)}
-    states = {(read.reader, read.producer): read for read in _state_reads(shape, prefill, decode, question)}
+def _reads(shape: CacheShape, prefill: Layout, decode: Layout, moved: Moved) -> Iterator[Read]:
+    """Every read: what ranks do in a layer, in every range of layers that two stages share."""
+    heads = {(read.reader, read.producer): read for read in moved.of_tokens}
+    states = {(read.reader, read.producer): read for read in moved.of_states}
     for reader_pp, mine in enumerate(stages(shape.layers, decode)):
         for producer_pp, theirs in enumerate(stages(shape.layers, prefill)):
             layers = mine & theirs
             caching, keeping = shape.caching(layers), shape.keeping(layers)
             for pair in sorted({*(heads if caching else ()), *(states if keeping else ())}):
                 of_tokens = heads.get(pair, NOTHING) if caching else NOTHING
-                of_state = states.get(pair, NOTHING)
+                of_state = states.get(pair, NOTHING) if keeping else NOTHING
                 yield Read(
                     Place(reader_pp, pair[0]),
                     Place(producer_pp, pair[1]),
                     layers,
                     of_tokens.heads,
                     of_tokens.bytes * caching,
+                    of_tokens.tokens,
                     of_state.bytes * keeping,
                     of_tokens.descriptors * caching + of_state.descriptors * keeping,
                 )
@@ -344,50 +312,77 @@ def _side(config: dict[str, Any], shape: CacheShape, layout: Layout, question: Q
         raise SpecError(f"config.json: a size of the model is not a number: {error}") from error
 
     def stage(pp: int, layers: Span, weight: int) -> Stage:
-        per_token = shape.caching(layers) * heads * shape.cell_bytes
+        held = shape.caching(layers) * heads * shape.cell_bytes
         state = shape.keeping(layers) * shape.state_bytes_per_rank(layout.tp)
-        whole_blocks = per_token * question.blocks * question.block_tokens
-        return Stage(pp, layers, weight, per_token, state, whole_blocks + state)
+        blocks = -(-question.tokens // (question.block_tokens * layout.dcp))
+        whole_blocks = held * blocks * question.block_tokens
+        return Stage(pp, layers, weight, -(-held // layout.dcp), state, whole_blocks + state)
 
-    held = tuple(stage(pp, *of) for pp, of in enumerate(zip(spans, weights, strict=True)))
-    return Side(str(layout), layout.tp, layout.pp, layout.dp, layout.workers, held)
+    each = tuple(stage(pp, *of) for pp, of in enumerate(zip(spans, weights, strict=True)))
+    sizes = {key: getattr(layout, key) for key in FLAGS}
+    return Side(layout=str(layout), cards=layout.workers, stages=each, **sizes)
 
 
-def _totals(reads: Iterable[Read], side: Side, question: Question) -> Totals:
-    received: Counter[Place] = Counter()
-    sent: Counter[Place] = Counter()
-    ranges = Ranges(0, 0)
-    for read in reads:
-        received[read.reader] += read.bytes(question.tokens)
-        sent[read.producer] += read.bytes(question.tokens)
-        ranges += read.descriptors
-    busiest = max(*received.values(), *sent.values())
+def _totals(shape: CacheShape, prefill: Layout, decode: Layout, moved: Moved, side: Side, question: Question) -> Totals:
+    received = list(_stage_bytes(shape, decode, moved, "reader"))
+    busiest = max(*received, *_stage_bytes(shape, prefill, moved, "producer"))
     return Totals(
         readers=len(received),
-        moved_bytes=received.total(),
+        moved_bytes=sum(received),
         kv_bytes_per_rank=max(stage.kv_bytes_per_prompt for stage in side.stages),
         weights_bytes_per_rank=max(stage.weights_bytes for stage in side.stages),
-        descriptors=ranges,
+        descriptors=total_ranges(shape, moved),
         busiest_link_bytes=busiest,
         seconds=busiest * 8 / question.link.gbps / 1e9,
     )
 
 
+def _stage_bytes(shape: CacheShape, layout: Layout, moved: Moved, end: str) -> Iterator[int]:
+    """Bytes of a prompt at each worker of one side that has any."""
+    of_layer: list[Counter[int]] = []
+    for reads in moved:
+        of_layer.append(Counter())
+        for read in reads:
+            of_layer[-1][getattr(read, end)] += read.bytes * read.tokens
+    tokens, states = of_layer
+    for layers in stages(shape.layers, layout):
+        caching, keeping = shape.caching(layers), shape.keeping(layers)
+        sums = (tokens[rank] * caching + states[rank] * keeping for rank in tokens.keys() | states.keys())
+        yield from filter(None, sums)
+
+
+def _block_interleave(
+    shape: CacheShape, prefill: Layout, decode: Layout, question: Question, moved: Moved
+) -> Ranges | None:
+    """Descriptors if context parallel ranks took a block of tokens at a time, where those are fewer."""
+    if (prefill.dcp, prefill.interleave) == (decode.dcp, decode.interleave):
+        return None
+    block = question.block_tokens
+    by_block = head_reads(shape, replace(prefill, interleave=block), replace(decode, interleave=block), question)
+    changed = total_ranges(shape, moved._replace(of_tokens=tuple(by_block)))
+    return changed if changed.scattered < total_ranges(shape, moved).scattered else None
+
+
 def _alternatives(
     config: dict[str, Any], shape: CacheShape, prefill: Layout, decode: Layout, question: Question
 ) -> Iterator[Alternative]:
-    """Decode layouts one step away on as many cards: one size doubled, another halved."""
+    """Decode layouts one step away on as many cards: one size doubled, another halved; or the context's alone."""
     for layout in _neighbours(decode):
         if not layout_reasons(layout, config):
             side = _side(config, shape, layout, question)
-            yield Alternative(str(layout), _totals(_reads(shape, prefill, layout, question), side, question))
+            moved = layer_reads(shape, prefill, layout, question)
+            yield Alternative(str(layout), _totals(shape, prefill, layout, moved, side, question))
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:
-    for halved, doubled in permutations(range(3), 2):
-        sizes = [layout.tp, layout.pp, layout.dp]
-        if sizes[halved] % 2 == 0 and sizes[doubled] * 2 <= SIZE_LIMIT:
-            sizes[halved] //= 2
-            sizes[doubled] *= 2
-            tp, pp, dp = sizes
-            yield Layout(tp, pp, dp)
+    sizes = {key: getattr(layout, key) for key in ("tp", "pp", "dp", "dcp")}
+    halves = {key: size // 2 for key, size in sizes.items() if size % 2 == 0}
+    doubles = {key: size * 2 for key, size in sizes.items() if size * 2 <= SIZE_LIMIT}
+    for halved, doubled in permutations(("tp", "pp", "dp"), 2):
+        if halved in halves and doubled in doubles:
+            changes = {halved: halves[halved], doubled: doubles[doubled]}
+            yield replace(layout, partition=None, **changes)
+    # Context parallel ranks are tensor parallel ones already.
+    for changed in (halves, doubles):
+        if "dcp" in changed:
+            yield replace(layout, dcp=changed["dcp"])

@@ -2,30 +2,53 @@
 
 import difflib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import SpecError
 
-KEYS = ("tp", "pp", "dp", "partition")
+FLAGS = {
+    "tp": "--tensor-parallel-size",
+    "pp": "--pipeline-parallel-size",
+    "dp": "--data-parallel-size",
+    "pcp": "--prefill-context-parallel-size",
+    "dcp": "--decode-context-parallel-size",
+    "interleave": "--cp-kv-cache-interleave-size",
+}
+"""The sizes of a layout, and vLLM's flag for each."""
+KEYS = (*FLAGS, "partition")
 SIZE_LIMIT = 1024
+INTERLEAVE_LIMIT = 1 << 16
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor, pipeline and data parallel sizes; `partition` is the number of layers of each pipeline stage."""
+    """Parallel sizes of an instance.
+
+    Attributes:
+        tp, pp, dp: tensor, pipeline and data parallel.
+        partition: layers of each pipeline stage.
+        pcp: prefill context parallel; such ranks are workers beside the tensor parallel ones.
+        dcp: decode context parallel; of those ranks that hold the same heads, so many share out the tokens.
+        interleave: tokens that such a rank takes at a time.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     partition: tuple[int, ...] | None = None
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("tp", "pp", "dp"):
-            if not 1 <= getattr(self, key) <= SIZE_LIMIT:
-                raise SpecError(f"{key}={getattr(self, key)} must be between 1 and {SIZE_LIMIT}")
+        for key in FLAGS:
+            limit = INTERLEAVE_LIMIT if key == "interleave" else SIZE_LIMIT
+            if not 1 <= getattr(self, key) <= limit:
+                raise SpecError(f"{key}={getattr(self, key)} must be between 1 and {limit}")
         if self.partition is not None:
             self._check_partition(self.partition)
 
@@ -38,7 +61,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read ``tp=2,pp=3,dp=1,partition=1+2+1``; what is not named is 1.
+        """Read ``tp=2,pp=3,partition=1+2+1`` or ``tp=8,dcp=4,interleave=16``; what is not named is 1.
 
         Raises:
             SpecError: an unknown or repeated key, a size that is not a positive number, or anything else.
@@ -52,20 +75,33 @@ class Layout:
         return cls(**values)
 
     def __str__(self) -> str:
-        sizes = f"tp={self.tp},pp={self.pp},dp={self.dp}"
+        always = ("tp", "pp", "dp")
+        shown = [key for key in FLAGS if key in always or getattr(self, key) > 1]
+        sizes = ",".join(f"{key}={getattr(self, key)}" for key in shown)
         return sizes if self.partition is None else f"{sizes},partition={'+'.join(map(str, self.partition))}"
 
     @property
     def label(self) -> str:
         """A short name, such as ``tp2pp2``; sizes of 1 are left out."""
-        sizes = "".join(f"{key}{getattr(self, key)}" for key in ("tp", "pp", "dp") if getattr(self, key) > 1)
+        sizes = "".join(f"{key}{getattr(self, key)}" for key in FLAGS if getattr(self, key) > 1)
         uneven = "" if self.partition is None else "-" + "".join(map(str, self.partition))
         return (sizes or "tp1") + uneven
 
     @property
     def workers(self) -> int:
         """The number of worker processes of an instance."""
-        return self.tp * self.pp * self.dp
+        return self.core_workers * self.dp
+
+    @property
+    def core_workers(self) -> int:
+        """Those of one engine core, which load a prompt together."""
+        return self.ranks * self.pp
+
+    @property
+    def ranks(self) -> int:
+        """Workers of a pipeline stage; with prefill context parallelism each has as many ranks as there are tensor
+        parallel ones, counted on from one to the next."""
+        return self.tp * self.pcp
 
 
 def _key_and_value(part: str, text: str) -> tuple[str, str]:
@@ -73,8 +109,10 @@ def _key_and_value(part: str, text: str) -> tuple[str, str]:
     if not equals:
         raise SpecError(f"{part.strip()!r} in {text!r} is not of the form key=value, as in tp=2,pp=2,dp=1")
     if key not in KEYS:
-        near = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        # What vLLM calls them is no key, but tells what was meant.
+        names = {**{name: name for name in KEYS}, **{flag.strip("-"): name for name, flag in FLAGS.items()}}
+        near = difflib.get_close_matches(key.lower().strip("-").replace("_", "-"), names, n=1, cutoff=0.3)
+        hint = f"; did you mean {names[near[0]]}?" if near else ""
         raise SpecError(f"unknown key {key!r} in {text!r} (known: {', '.join(KEYS)}){hint}")
     return key, value
 
@@ -169,7 +207,7 @@ def check_layout(layout: Layout, config: dict[str, Any]) -> None:
 
 def layout_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
     """Every reason why the model cannot be split that way; empty when it can."""
-    return [*_tensor_reasons(layout, config), *_pipeline_reasons(layout, config)]
+    return [*_tensor_reasons(layout, config), *_context_reasons(layout, config), *_pipeline_reasons(layout, config)]
 
 
 def _tensor_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
@@ -182,6 +220,25 @@ def _tensor_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:
     if kv_heads != heads and kv_heads % layout.tp and layout.tp % kv_heads:
         reasons.append(f"{kv_heads} KV heads cannot be split over, or repeated on, tp={layout.tp}")
     return reasons
+
+
+def _context_reasons(layout: Layout, config: dict[str, Any]) -> Iterator[str]:
+    """By the rules of vLLM's ``ParallelConfig`` and ``ModelConfig.verify_with_parallel_config``."""
+    tp, pcp, dcp = layout.tp, layout.pcp, layout.dcp
+    if pcp == 1 and tp % dcp:
+        yield f"dcp={dcp} does not divide tp={tp}"
+    if pcp > 1 and dcp not in (1, pcp, tp * pcp):
+        yield f"dcp={dcp} is not one of {', '.join(map(str, sorted({1, pcp, tp * pcp})))}, as pcp={pcp} asks for"
+    heads = config.get("num_attention_heads")
+    if dcp == 1 or config.get("kv_lora_rank") or not isinstance(heads, int):
+        return
+    kv_heads = config.get("num_key_value_heads") or heads
+    if tp <= kv_heads:
+        yield f"dcp={dcp} needs tensor parallel ranks with the same KV head, and tp={tp} has none of {kv_heads}"
+    elif dcp > tp // kv_heads:
+        yield f"dcp={dcp} is more than the {tp // kv_heads} ranks of tp={tp} that have the same of {kv_heads} KV heads"
+    if heads // kv_heads % dcp:
+        yield f"{heads // kv_heads} attention heads of a KV head cannot be split over dcp={dcp}"
 
 
 def _pipeline_reasons(layout: Layout, config: dict[str, Any]) -> list[str]:

@@ -128,7 +128,7 @@ class Verifier:
 
     @property
     def _readers(self) -> int:
-        return self.decode.layout.tp * self.decode.layout.pp
+        return self.decode.layout.core_workers
 
     def _settled_hits(self, before: PrefixHits, tokens: int) -> PrefixHits:
         end = time.monotonic() + SETTLE_S

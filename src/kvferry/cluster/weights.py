@@ -75,11 +75,11 @@ def _dense(config: Config, layout: Layout) -> int:
 
 
 def _experts(config: Config, layout: Layout) -> int:
-    """Experts are cut over all tp x dp ranks of a stage, with or without expert parallelism, shared experts over tp,
-    the router not at all (``FusedMoEParallelConfig``)."""
+    """Experts are cut over all tp x pcp x dp ranks of a stage, with or without expert parallelism, shared experts over
+    tp, the router not at all (``FusedMoEParallelConfig``)."""
     hidden, experts = config["hidden_size"], _expert_count(config)
     inner = config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden
-    routed = 3 * hidden * inner * experts // (layout.tp * layout.dp)
+    routed = 3 * hidden * inner * experts // (layout.ranks * layout.dp)
     shared_inner = config.get("shared_expert_intermediate_size") or inner * (config.get("n_shared_experts") or 0)
     return int(routed + 3 * hidden * shared_inner // layout.tp + hidden * experts)
 

@@ -51,7 +51,11 @@ class TokenShare(NamedTuple):
 
     def holds(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         """Which of these positions are held."""
-        return np.equal(tokens // self.interleave % self.size, self.rank)
+        return np.equal(self.owner(tokens), self.rank)
+
+    def owner(self, tokens: Ints) -> Ints:
+        """The rank that holds each of these positions."""
+        return tokens // self.interleave % self.size
 
     def place(self, tokens: Tokens) -> Tokens:
         """Where each of these positions, which are held, comes among all that are."""

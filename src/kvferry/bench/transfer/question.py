@@ -69,6 +69,8 @@ class Pair:
         for layout in (pair.producer, pair.consumer):
             if layout.dp > 1:
                 raise SpecError(f"{layout}: a prompt moves from one engine core to one, so there is no dp to measure")
+            if max(layout.pcp, layout.dcp) > 1:
+                raise SpecError(f"{layout}: pairs with context parallelism (pcp, dcp) are not measured")
             if layout.workers > MOST_WORKERS:
                 raise SpecError(f"{layout}: {layout.workers} workers are more than {MOST_WORKERS} processes")
         return pair
