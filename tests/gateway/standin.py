@@ -202,7 +202,7 @@ class StandIn:
 
     def metrics(self) -> str:
         lines = [f'vllm:kv_cache_usage_perc{{engine="{rank}",model_name="m"}} {self.usage}' for rank in range(self.dp)]
-        lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0')
+        lines.append('vllm:cache_config_info{engine="0",kv_cache_size_tokens="16000"} 1.0')
         if self._listener is not None:
             at = f"{self.incarnation}@127.0.0.1:{self._listener.port}"
             lines += [f'kvferry:side_channel_info{{engine="{rank}",at="{at}"}} 1.0' for rank in range(self.dp)]

@@ -9,7 +9,8 @@ METRICS = b"""# HELP vllm:kv_cache_usage_perc KV-cache usage.
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 vllm:num_requests_running{engine="1",model_name="m"} 3.0
-vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{block_size="16",engine="0",kv_cache_size_tokens="1600",num_gpu_blocks="200"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="1600",num_gpu_blocks="200"} 1.0
 kvferry:layout_info{engine="0",fingerprint="abc"} 1.0
 process_start_time_seconds 1.7e+09
 """
@@ -36,6 +37,13 @@ def test_metrics_tell_ranks_usage_capacity_start_and_fingerprint():
 def test_ranks_of_a_node_are_counted_from_zero():
     text = b'vllm:kv_cache_usage_perc{engine="6"} 0.1\nvllm:kv_cache_usage_perc{engine="7"} 0.2\n'
     assert Report.parse(text).usage == (0.1, 0.2)
+
+
+def test_a_size_in_blocks_alone_is_no_capacity():
+    """They are those of all data parallel ranks, and of one context parallel rank; the size itself may be None yet."""
+    for tokens in ("", 'kv_cache_size_tokens="None",'):
+        text = f'vllm:cache_config_info{{block_size="16",engine="0",{tokens}num_gpu_blocks="100"}} 1.0\n'
+        assert Report.parse(text.encode()).capacity is None
 
 
 def test_an_instance_that_says_nothing_of_itself_has_one_rank():

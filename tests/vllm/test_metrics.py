@@ -3,14 +3,21 @@
 import pickle
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from kvferry.gateway.health import Report
 from kvferry.geometry import WorkerShards
 from kvferry.protocol.loads import Order
 from kvferry.transport.reader import Outcome, PartRead
@@ -189,3 +196,22 @@ def _exported(stats):
     metrics = TransferMetrics(Config(), types, ["engine"], {0: ["0"], 1: ["1"]})
     metrics.observe(stats.data, engine_idx=1)
     return "\n".join(line for line in generate_latest(registry).decode().splitlines() if "_created" not in line)
+
+
+@pytest.mark.parametrize("dcp", [1, 4])
+def test_the_gateway_reads_what_a_rank_holds_from_vllms_own_words(dcp):
+    """Two data parallel ranks of 100 blocks of 16 tokens each, on each of their context parallel ranks."""
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=640),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp, prefill_context_parallel_size=1),
+    )
+    cache = CacheConfig(block_size=16)
+    cache.num_gpu_blocks = 2 * 100
+    cache.kv_cache_size_tokens, _ = get_kv_cache_capacity(
+        config, KVCacheConfig(100, [], [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)])
+    )
+    registry = CollectorRegistry()
+    frontend = SimpleNamespace(_gauge_cls=partial(Gauge, registry=registry), engine_indexes=[0, 1])
+    PrometheusStatLogger.log_metrics_info(frontend, "cache_config", cache)
+    assert Report.parse(generate_latest(registry)).capacity == 100 * 16 * dcp

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 _USAGE = re.compile(rb'^vllm:kv_cache_usage_perc\{[^}]*\bengine="(\d+)"[^}]*\} (\S+)', re.MULTILINE)
-_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^}]*\bblock_size="(\d+)"[^}]*\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+# Not its blocks times their size: those are of all data parallel ranks and of one context parallel rank.
+_CAPACITY = re.compile(rb'^vllm:cache_config_info\{[^}]*\bkv_cache_size_tokens="(\d+)"', re.MULTILINE)
 _START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 _SIDE_CHANNEL = re.compile(
     rb'^kvferry:side_channel_info\{(?=[^}]*\bengine="(\d+)")[^}]*\bat="([0-9a-f]+)@([^"]+):(\d+)"', re.MULTILINE
@@ -43,7 +44,7 @@ class Report:
 
     Attributes:
         usage: used fraction of the KV cache of each rank; empty where it does not say.
-        capacity: tokens that the KV cache of a rank holds; None where it does not say.
+        capacity: tokens that the KV cache of each rank holds; None where it does not say.
         incarnation: changes when the instance is started anew; None where it does not say.
         fingerprint: of what its KV cache is compatible with; None where it does not say.
         side_channels: where each rank answers claims; empty where it does not say.
@@ -63,10 +64,10 @@ class Report:
             int(engine): SideChannel(host.decode(), int(port), incarnation.decode())
             for engine, incarnation, host, port in _SIDE_CHANNEL.findall(text)
         }
-        blocks, start, fingerprint = _BLOCKS.search(text), _START.search(text), _FINGERPRINT.search(text)
+        capacity, start, fingerprint = _CAPACITY.search(text), _START.search(text), _FINGERPRINT.search(text)
         return cls(
             tuple(usage[engine] for engine in sorted(usage)),
-            int(blocks[1]) * int(blocks[2]) if blocks else None,
+            int(capacity[1]) if capacity else None,
             start[1] if start else None,
             fingerprint[1] if fingerprint else None,
             tuple(channels[engine] for engine in sorted(channels)),
