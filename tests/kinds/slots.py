@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from functools import lru_cache
 
@@ -37,13 +38,23 @@ def slot_mapping(blocks: tuple[int, ...], block_tokens: int, dcp: tuple[int, int
     count = len(blocks) * block_tokens * size
     found = torch.empty(count, dtype=torch.int64)
     table, starts = torch.tensor([blocks], dtype=torch.int32), torch.tensor([0, count], dtype=torch.int32)
-    _kernel[(2,)](
-        *(count, count, starts, torch.arange(count), table, len(blocks), found),
-        KV_CACHE_BLOCK_SIZE=block_tokens,
-        TOTAL_CP_WORLD_SIZE=size,
-        TOTAL_CP_RANK=rank,
-        CP_KV_CACHE_INTERLEAVE_SIZE=interleave,
-        PAD_ID=ELSEWHERE,
-        BLOCK_SIZE=1024,
-    )
+    given = {
+        "num_tokens": count,
+        "max_num_tokens": count,
+        "query_start_loc_ptr": starts,
+        "positions_ptr": torch.arange(count),
+        "block_table_ptr": table,
+        "block_table_stride": len(blocks),
+        "slot_mapping_ptr": found,
+        "KV_CACHE_BLOCK_SIZE": block_tokens,
+        "TOTAL_CP_WORLD_SIZE": size,
+        "TOTAL_CP_RANK": rank,
+        "CP_KV_CACHE_INTERLEAVE_SIZE": interleave,
+        "PAD_ID": ELSEWHERE,
+        "BLOCK_SIZE": 1024,
+        # Before vLLM 0.32 the kernel also cut blocks into those of the attention kernel.
+        "block_size": block_tokens,
+        "BLOCKS_PER_KV_BLOCK": 1,
+    }
+    _kernel[(2,)](**{name: given[name] for name in inspect.signature(_kernel.fn).parameters})
     return found
