@@ -119,7 +119,7 @@ SHARING = [
     (FEW_HEADS, "tp=8,dcp=4", "tp=4,dcp=2,interleave=2"),
     (FEW_HEADS, "tp=8,dcp=2,pp=5", "tp=2"),
     (FEW_HEADS, "tp=1", "tp=8,dcp=4,interleave=8"),
-    ({**GATED_DELTA_NET, "num_key_value_heads": 2}, "tp=12,dcp=6", "tp=4,dcp=2,pp=2"),
+    ({**GATED_DELTA_NET, "num_key_value_heads": 2}, "tp=12,dcp=6", "tp=12,dcp=6,pp=2"),
 ]
 """Pairs of which context parallel ranks share out tokens on either side or both."""
 
@@ -209,6 +209,15 @@ def test_an_interleave_that_does_not_divide_the_block_is_a_reason() -> None:
     assert answer.reasons == (
         "prefill tp=2,pp=1,dp=1,dcp=2,interleave=5: interleave=5 does not divide blocks of 16 tokens",
     )
+
+
+def test_unequal_contexts_beside_states_are_a_reason() -> None:
+    """As for the connector: blocks that are loaded to their end have one size over all ranks."""
+    config = {**GATED_DELTA_NET, "num_key_value_heads": 2}
+    (reason,) = report(config, Layout(tp=12, dcp=6), Layout(tp=4, dcp=2), ASKED).reasons
+    assert "blocks of 16 x 6 ranks (1 at a time) and 16 x 2 ranks (1 at a time) tokens cannot be paired" in reason
+    planned = _plan(config, Layout(tp=4, dcp=2), Layout(tp=4, dcp=2))
+    assert "tp=4,pp=1,dp=1" not in {other.decode for other in planned.alternatives}
 
 
 def test_context_parallelism_is_among_the_alternatives() -> None:

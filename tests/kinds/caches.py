@@ -164,6 +164,8 @@ class Worker:
     memory: torch.Tensor = field(init=False)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     published: WorkerShards = field(init=False)
+    zeroed: bool = field(init=False)
+    """What was in a new block may be no number of its type, so that all of a block has to be loaded."""
 
     def __post_init__(self) -> None:
         side, layers = self.side, self.side.stages()[self.pp]
@@ -179,6 +181,7 @@ class Worker:
         generator = torch.Generator().manual_seed(SEED + 97 * self.pp + self.tp + 31 * self.pcp + side.producer)
         self.memory = torch.randint(-128, 128, (max(sizes),), dtype=torch.int8, generator=generator)
         config = KVCacheConfig(side.num_blocks, [tensor for tensor in tensors if tensor.layers], groups)
+        self.zeroed = config.needs_kv_cache_zeroing
         for tensor, group in zip(tensors, groups, strict=True):
             if tensor.layers:
                 made = create_kv_cache_views(self.memory, group.kv_cache_spec, side.num_blocks, side.layout, tensor)
@@ -236,7 +239,7 @@ class Worker:
         if any(shard.opaque for shard in shards):  # all of a block with one of the request's tokens
             end = torch.isin(block, block[: self.side.tokens])
         else:
-            end = (tokens < self.side.tokens) | any(shard.whole for shard in shards)
+            end = (tokens < self.side.tokens) | self.zeroed
         return own & end & (tokens >= self.side.cached)
 
     def _write_state(self, layer: int, page: torch.Tensor, spec: MambaSpec) -> None:

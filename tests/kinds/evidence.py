@@ -159,6 +159,12 @@ REFUSED = [
         "test_stages_beside_a_child_that_knows_none_are_refused_by_vllm",
     ),
     (
+        "DCP of layers with a sliding window or chunks, unless the hybrid KV cache manager is disabled",
+        "start, by vLLM",
+        "it shares out full attention only; recurrent states beside it stay whole",
+        "test_windows_are_not_shared_out_by_vllm",
+    ),
+    (
         "Tokens before heads (NHD) under a packing that is opaque",
         "start",
         "a head's part of a block is not contiguous",
@@ -177,7 +183,8 @@ REFUSED = [
         "test_opaque_blocks_pair_where_they_hold_the_same_tokens",
     ),
     (
-        "Unequal block sizes of the attention beside recurrent states, or in caches of several precisions",
+        "Unequal block sizes (over all DCP ranks) of the attention beside recurrent states, or in caches of several "
+        "precisions",
         "pairing",
         "what a prompt leaves of its last block would keep what is no number",
         "test_blocks_that_are_loaded_to_their_end_must_be_of_one_size",

@@ -68,26 +68,46 @@ def nvfp4() -> MakeSpec:
     return customized
 
 
-def recurrent(kind: Recurrent, shapes: Any, dtypes: tuple[torch.dtype, ...], page: int = 0) -> MakeSpec:
+FLOATS = (torch.bfloat16, torch.float32)
+BESIDE = full(head_size=64)
+"""The attention beside a recurrent state."""
+
+
+def recurrent(
+    kind: Recurrent, shapes: Any, dtypes: tuple[torch.dtype, ...] = FLOATS, beside: MakeSpec = BESIDE
+) -> MakeSpec:
     """A state, in a page as large as one of the attention beside it."""
 
     def make(tp: int, size: int) -> MambaSpec:
-        padded = page // tp * size if page else None
+        padded = beside(tp, size).page_size_bytes
         return MambaSpec(size, shapes=shapes(tp), dtypes=dtypes, mamba_type=kind, page_size_padded=padded)
 
     return make
-
-
-FLOATS = (torch.bfloat16, torch.float32)
-PAGE = HEADS * 2 * 64 * 2
-"""Bytes per token of the attention beside a recurrent state."""
-BESIDE = full(head_size=64)
 
 
 def _hybrid(
     name: str, make: MakeSpec, projections: tuple[tuple[int, bool], ...], tp: tuple[int, ...] = (1, 2, 4)
 ) -> Kind:
     return Kind(name, ((2, BESIDE), (3, make)), projections=projections, tp=tp)
+
+
+def _shared_hybrid(name: str, heads: int, dcp: tuple[int, int], **more: Any) -> Kind:
+    """Context parallel ranks share out the tokens of the attention, and each keeps the states of its heads whole.
+
+    A block has as many tokens over all ranks on both sides: what a prompt leaves of its last one is loaded too.
+    """
+    blocks = tuple(64 // size for size in dcp)
+    if heads == 1:
+        beside, backend = latent(head_size=576), "FLASHMLA"
+        projections = ((128, False), (128, False), (64, False))
+        shapes, state = lambda tp: Shapes.gated_delta_net_state_shape(tp, 8, 8, 16, 8, 4), Recurrent.GDN_ATTN
+    else:
+        beside, backend = full(heads=heads, head_size=128), "FLASH_ATTN"
+        projections = ((128, False), (16, True), (16, True))
+        shapes, state = lambda tp: Shapes.mamba2_state_shape(tp, 128, 1, 8, 16, 16, 4), Recurrent.MAMBA2
+    groups = ((2, beside), (3, recurrent(state, shapes, beside=beside)))
+    settings = {"backend": backend, "tp": (4, 8), "block_tokens": blocks, **more}
+    return Kind(name, groups, heads=heads, projections=projections, dcp=dcp, **settings)
 
 
 def _shared(name: str, heads: int = 1, **more: Any) -> Kind:
@@ -118,8 +138,15 @@ CONTEXT = [
     _shared("MLA, PCP and DCP over its ranks to DCP", pcp=(2, 1), dcp=(8, 4), interleave=(1, 16)),
     _shared("Full attention, grouped query, DCP", heads=2, interleave=(1, 4)),
     _shared("Full attention, grouped query, DCP, NHD to HND", heads=2, layouts=(NHD, HND)),
+    _shared_hybrid("Gated delta net beside MLA, DCP", 1, (4, 4), interleave=(1, 16)),
+    _shared_hybrid("Gated delta net beside MLA, DCP to none", 1, (4, 1)),
+    _shared_hybrid("Gated delta net beside MLA, none to DCP", 1, (1, 4), interleave=(1, 8)),
+    _shared_hybrid("Mamba 2 beside grouped query attention, DCP", 2, (2, 2), interleave=(4, 1)),
+    _shared_hybrid("Mamba 2 beside grouped query attention, none to DCP", 2, (1, 2)),
 ]
 """Context parallel ranks share out tokens."""
+if "dcp_sharded" not in MLAAttentionSpec.__dataclass_fields__:  # before vLLM 0.31, where this is refused
+    CONTEXT = []
 
 KINDS = [
     Kind("Full attention, grouped query", ((5, full()),)),
@@ -157,27 +184,27 @@ KINDS = [
     *(Kind(f"LBHNC to {packed.name}", ((5, full()),), layouts=(HND, packed)) for packed in PACKED),
     _hybrid(
         "Mamba 2, one group",
-        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 1, 8, 8, 16, 4), FLOATS, PAGE),
+        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 1, 8, 8, 16, 4), FLOATS),
         ((64, False), (16, True), (16, True)),
     ),
     _hybrid(
         "Mamba 2, several groups",
-        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 4, 8, 8, 16, 4), FLOATS, PAGE),
+        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 4, 8, 8, 16, 4), FLOATS),
         ((64, False), (64, False), (64, False)),
     ),
     _hybrid(
         "Mamba 1",
-        recurrent(Recurrent.MAMBA1, lambda tp: Shapes.mamba1_state_shape(tp, 64, 16, 4), FLOATS, PAGE),
+        recurrent(Recurrent.MAMBA1, lambda tp: Shapes.mamba1_state_shape(tp, 64, 16, 4), FLOATS),
         ((64, False),),
     ),
     _hybrid(
         "Gated delta net",
-        recurrent(Recurrent.GDN_ATTN, lambda tp: Shapes.gated_delta_net_state_shape(tp, 4, 8, 16, 8, 4), FLOATS, PAGE),
+        recurrent(Recurrent.GDN_ATTN, lambda tp: Shapes.gated_delta_net_state_shape(tp, 4, 8, 16, 8, 4), FLOATS),
         ((64, False), (64, False), (64, False)),
     ),
     _hybrid(
         "Short convolution",
-        recurrent(Recurrent.SHORT_CONV, lambda tp: Shapes.short_conv_state_shape(tp, 96, 3), (torch.bfloat16,), PAGE),
+        recurrent(Recurrent.SHORT_CONV, lambda tp: Shapes.short_conv_state_shape(tp, 96, 3), (torch.bfloat16,)),
         ((96, False),),
         tp=(1, 2, 3),
     ),

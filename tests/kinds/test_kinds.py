@@ -2,12 +2,13 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.model_executor.layers.mamba import mamba_utils
 
 from .caches import Kind, Side
-from .kinds import CONTEXT, KINDS
+from .kinds import CONTEXT, KINDS, sliding
 from .pairs import transfer
 
 TOKENS = 75
@@ -64,3 +65,10 @@ def test_of_a_prefix_that_is_there_nothing_is_read(kind: Kind) -> None:
     consumer = Side(kind, False, max(kind.tp), 1, 4 * TOKENS, num_blocks=30)
     hit = 2 * consumer.block_tokens * consumer.dcp
     transfer(Side(kind, True, max(kind.tp), 1, 4 * TOKENS), replace(consumer, cached=hit))
+
+
+def test_windows_are_not_shared_out_by_vllm() -> None:
+    """It asks every layer of an engine that starts how much memory a request takes."""
+    sizes = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 1}
+    with pytest.raises(AssertionError, match="DCP not support sliding window"):
+        sliding(24)(1, 16).max_memory_usage_bytes(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))

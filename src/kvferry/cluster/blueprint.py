@@ -49,6 +49,7 @@ class CacheShape:
         cell_bytes: bytes of one (layer, head, token): K and V together, or the latent vector.
         recurrent: layers that keep a state instead.
         state: its parts, the same in each of them.
+        whole: blocks are loaded to their end, as they are beside states (see ``LayerShard``).
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class CacheShape:
     dtype: str
     recurrent: frozenset[int] = frozenset()
     state: tuple[Part, ...] = ()
+    whole: bool = False
 
     def caching(self, layers: Span) -> int:
         """How many of ``layers`` cache tokens."""
@@ -210,6 +212,7 @@ def _shards(shape: CacheShape, layers: Span, rank: int, layout: Layout, blocks: 
             head_stride=head_stride,
             token_stride=shape.cell_bytes,
             share=share,
+            whole=shape.whole,
             **_alike(shape, blocks),
         )
 

@@ -249,6 +249,7 @@ def _reasons(
     if reasons:
         return reasons
     blocks = Blocks(question.block_tokens, 2 * question.blocks + 1)
+    shape = replace(shape, whole=bool(shape.recurrent))
     both = [[one_layer(shape, layout, blocks, kept) for layout in (prefill, decode)] for kept in (False, True)]
     return [reason for producer, consumer in both for reason in check(published(producer, prefill), consumer)]
 
@@ -269,7 +270,8 @@ def _notes(config: dict[str, Any], shape: CacheShape, prefill: Layout, decode: L
     if shape.recurrent:
         yield (
             "a state is counted once for each request and by its own bytes; vLLM pads it to its page and keeps more of "
-            "them where prefixes are cached; weights of recurrent layers are taken to be those of attention"
+            "them where prefixes are cached; what a prompt leaves of its last block is read, too, and not counted; "
+            "weights of recurrent layers are taken to be those of attention"
         )
     if max(prefill.pcp, decode.pcp) > 1:
         yield (
@@ -368,7 +370,7 @@ def _alternatives(
 ) -> Iterator[Alternative]:
     """Decode layouts one step away on as many cards: one size doubled, another halved; or the context's alone."""
     for layout in _neighbours(decode):
-        if not layout_reasons(layout, config):
+        if not _reasons(config, shape, prefill, layout, question):
             side = _side(config, shape, layout, question)
             moved = layer_reads(shape, prefill, layout, question)
             yield Alternative(str(layout), _totals(shape, prefill, layout, moved, side, question))

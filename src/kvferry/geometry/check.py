@@ -123,6 +123,8 @@ def _size(shard: LayerShard) -> str:
 def _remedy(theirs: LayerShard, mine: LayerShard) -> str:
     if theirs.share.size == mine.share.size == 1:
         return "--block-size"
+    if not mine.opaque:
+        return "product of --block-size and --decode-context-parallel-size"
     return "--block-size, --decode-context-parallel-size and --cp-kv-cache-interleave-size"
 
 
