@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,16 @@ def _beside(*children: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _files() -> dict[str, Any]:
+    """vLLM's example connector, with files of its own for each engine."""
+    _directories.append(tempfile.TemporaryDirectory(prefix="kvferry-example-"))
+    where = {"shared_storage_path": _directories[-1].name}
+    return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": where}
+
+
+_directories: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
+
+
 def _drafted(method: str, drafter: Path) -> dict[str, Any]:
     config = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
     return {"extra": ("--speculative-config", json.dumps(config))}
@@ -105,6 +116,8 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "bfloat16-small-blocks": lambda _: {"dtype": "bfloat16", "extra": ("--block-size", "32")},
     "ferry-first": lambda _: _beside(FERRY, OFFLOADING),
     "offloading-first": lambda _: _beside(OFFLOADING, FERRY),
+    "ferry-before-files": lambda _: _beside(FERRY, _files()),
+    "files-before-ferry": lambda _: _beside(_files(), FERRY),
     # The CPU build's kernel for mixtures of experts refuses float32.
     "bfloat16": lambda _: {"dtype": "bfloat16"},
     "traced": lambda port: {

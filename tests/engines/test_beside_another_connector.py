@@ -1,4 +1,5 @@
-"""A child of vLLM's MultiConnector beside its OffloadingConnector: either order, and either child may load."""
+"""A child of vLLM's MultiConnector beside its OffloadingConnector, or beside its ExampleConnector, which keeps files:
+either order, and either child may load."""
 
 import json
 import random
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.heavy, pytest.mark.timeout(900)]
 KIND = "qwen2"
 BLOCK = 128
 ORDERS = ["ferry-first", "offloading-first"]
+ORDERS_WITH_FILES = ["ferry-before-files", "files-before-ferry"]
 LOADED_BY_OFFLOADING, LOADED_BY_US = "vllm:kv_offload_load_bytes", "vllm:nixl_bytes_transferred_sum"
 
 
@@ -74,3 +76,28 @@ def test_what_both_children_have_is_loaded_by_the_first(fleet: Fleet, order: str
     else:
         assert read_transfers(consumer.transfer_log)[moved:] == []
         await_that(lambda: _metric(consumer, LOADED_BY_OFFLOADING) > by_them, 10, "the other child's load is counted")
+
+
+@pytest.mark.parametrize("order", ORDERS_WITH_FILES)
+def test_beside_a_child_that_keeps_files_either_may_load(fleet: Fleet, order: str) -> None:
+    """It knows of one rank and one KV cache group, and loads in the step that computes the rest."""
+    source = random.Random(order)
+    prompts = [[source.randint(10, 370) for _ in range(size)] for size in (5, 2 * BLOCK + 60, 5 * BLOCK + 60)]
+    plain = fleet.plain(KIND)
+    expected = [fleet.dispatcher.complete(plain.url, prompt).tokens for prompt in prompts]
+    producer, consumer = fleet.instances(*(Key(KIND, "tp=1", "kv_both", copy, order) for copy in (0, 1)))
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert fleet.dispatcher.both_legs(producer.url, consumer.url, prompt).decode.tokens == tokens
+    assert [transfer.used for transfer in read_transfers(consumer.transfer_log)] == [True] * len(prompts)
+    # By now decode has files of these prompts, too.
+    answer = httpx.post(f"{consumer.url}/reset_prefix_cache", timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    assert _loads_of_files(consumer) == 0
+    assert fleet.dispatcher.both_legs(producer.url, consumer.url, prompts[-1]).decode.tokens == expected[-1]
+    assert_nothing_is_held(producer, consumer, within_s=30)
+    loaded_by_us = len(read_transfers(consumer.transfer_log)) - len(prompts)
+    assert (loaded_by_us, _loads_of_files(consumer)) == ((1, 0) if order == "ferry-before-files" else (0, 1))
+
+
+def _loads_of_files(instance: Instance) -> int:
+    return instance.managed.log.read_text().count("Inject KV cache of")

@@ -69,10 +69,11 @@ OTHER = [
         ],
     ),
     (
-        "A child of MultiConnector beside an offloading one",
+        "A child of MultiConnector beside one that offloads, or that keeps files (ExampleConnector)",
         "either child may be the one that loads; engines run, in either order",
         [
             "test_what_both_children_have_is_loaded_by_the_first",
+            "test_beside_a_child_that_keeps_files_either_may_load",
             "test_a_request_that_this_child_is_chosen_for_is_loaded",
             "test_a_request_that_the_other_child_is_chosen_for_gives_the_grant_back",
         ],
@@ -153,7 +154,8 @@ REFUSED = [
         "test_recurrent_states_of_guesses_are_refused",
     ),
     (
-        "MultiConnector over several pipeline stages, beside a child that knows of one only (OffloadingConnector)",
+        "MultiConnector over several pipeline stages, beside a child that knows of one only (OffloadingConnector, "
+        "ExampleConnector)",
         "start, by vLLM",
         "it hands the descriptions of our workers to every child",
         "test_stages_beside_a_child_that_knows_none_are_refused_by_vllm",

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
@@ -176,7 +177,7 @@ def test_requests_of_the_other_child_are_none_of_ours(make_parent):
     assert _prefill(parent)[0]
 
 
-@pytest.mark.parametrize("other", ["OffloadingConnector", "NixlConnector"])
+@pytest.mark.parametrize("other", ["OffloadingConnector", "NixlConnector", "ExampleConnector"])
 def test_the_parent_finds_one_layout_for_all_children(make_parent, other):
     """It compares what children ask for by name, and refuses two names of one layout."""
     children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("KVFerryConnector", other)]
@@ -191,11 +192,12 @@ def test_the_parent_finds_one_layout_for_all_children(make_parent, other):
     assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
 
 
-def test_stages_beside_a_child_that_knows_none_are_refused_by_vllm():
+@pytest.mark.parametrize("kind", [OffloadingConnector, ExampleConnector])
+def test_stages_beside_a_child_that_knows_none_are_refused_by_vllm(kind):
     """The parent hands our workers' descriptions to every child, and vLLM's default takes those of one stage only."""
-    child = object.__new__(OffloadingConnector)
+    child = object.__new__(kind)
     child.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign()})
-    with pytest.raises(ValueError, match="OffloadingConnector received pp_rank > 0"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} received pp_rank > 0"):
         child.set_xfer_handshake_metadata_pp_aware({(0, 0): Foreign(), (1, 0): Foreign()})
 
 
