@@ -148,6 +148,15 @@ def test_what_lies_in_storages_of_its_own_does_so_in_the_copy():
     assert host["c"].data_ptr() - host["a"].data_ptr() == 32
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"), [(FULL, torch.int64), (FP8, torch.int64), (ODD, torch.uint8)], ids=["full", "fp8", "odd"]
+)
+def test_copies_are_made_in_the_widest_integers_that_the_cache_consists_of(spec, words):
+    caches, kv_cache_config = _make_caches(spec)
+    both, _ = _make_staging(caches, kv_cache_config)
+    assert {layer.device.dtype for layers in both._families.values() for layer in layers} == {words}
+
+
 @LAYOUTS
 def test_its_shards_are_those_of_the_cache_elsewhere(layout):
     caches, kv_cache_config = _make_caches(FULL, layout=layout)
@@ -464,6 +473,18 @@ def test_after_a_preemption_all_is_copied_anew(make_producer, specs):
     producer.assert_copied(blocks, request.num_prompt_tokens)
 
 
+def test_after_a_preemption_a_prefix_that_others_computed_meanwhile_is_copied_too(make_producer):
+    producer = make_producer(FULL, caching=True)
+    request = producer.arrive("p", range(61))
+    producer.step((request, SIZE))
+    producer.preempt(request)
+    producer.step((producer.arrive("o", range(40), {}), 40))
+    producer.step((request, 61))
+    assert producer.tables["p"][0][:5] == producer.tables["o"][0], "it is a hit"
+    assert [written.tokens for written in producer.told] == [Span(0, 61)]
+    producer.assert_copied(producer.finish(request)[1], 61)
+
+
 def test_tokens_past_the_prompt_are_not_copied(make_producer):
     producer = make_producer(FULL)
     request = producer.arrive("p", range(16), max_tokens=4)
@@ -510,6 +531,8 @@ def test_without_staging_nothing_is_followed_and_the_workers_are_told_nothing(ma
     assert producer.step((request, 40)) == StepMetadata()
     (held, _), _ = producer.finish(request)
     assert held
+    streamed = producer.arrive("s", range(40), Transfer(draw(), draw()).to_params())
+    assert producer.step((streamed, 40)) == StepMetadata(step=1)
 
 
 # What a worker does

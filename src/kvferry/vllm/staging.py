@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
@@ -23,8 +24,9 @@ from kvferry.geometry.span import Ints
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 64 << 20
-"""Of a layer, copied at a time: the device has little memory to spare beside its cache."""
+PIECE_BYTES = 8 << 20
+"""Of a layer, copied at a time. The device has little memory to spare beside its cache, and in host memory a temporary
+of this size is used again: on one core 3.7 GB/s were gathered and put back, and 1.4 with pieces of 64 MiB."""
 
 Caches = Mapping[str, torch.Tensor]
 """Layer name to its view, logically (blocks, heads, tokens, content)."""
@@ -64,6 +66,15 @@ def _storage(cache: torch.Tensor) -> int:
     return cache.untyped_storage().data_ptr()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One that is cached: its first shard, its cache and the copy."""
+
+    shard: LayerShard
+    device: torch.Tensor
+    host: torch.Tensor
+
+
 class Staging:
     """Copies blocks between a worker's cache and its copy in host memory.
 
@@ -77,9 +88,9 @@ class Staging:
 
     def __init__(self, device: Caches, host: Caches, shards: Mapping[str, Sequence[LayerShard]]) -> None:
         self._families: dict[tuple[object, ...], list[_Layer]] = defaultdict(list)
-        for layer, (shard, *more) in shards.items():
+        for layer, (shard, *_) in shards.items():
             family = (shard.group, shard.kind == "state", shard.block_tokens, shard.split, shard.share)
-            self._families[family].append(_Layer((shard, *more), device[layer], host[layer]))
+            self._families[family].append(_Layer(shard, _integers(device[layer]), _integers(host[layer])))
 
     @torch.inference_mode()  # as the cache was made: elsewhere torch refuses to write to it
     def to_host(self, blocks: Blocks, tokens: Span) -> None:
@@ -113,16 +124,8 @@ class Staging:
             torch.accelerator.current_stream(device).synchronize()
 
 
-class _Layer:
-    """A layer's cache on the device and in host memory, in the widest integers that both consist of."""
-
-    def __init__(self, shards: Sequence[LayerShard], device: torch.Tensor, host: torch.Tensor) -> None:
-        self.shard = shards[0]
-        self.device, self.host = _integers(device), _integers(host)
-
-
 def _integers(cache: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a type that torch can index anywhere, which it cannot each of a cache's; fewer are faster."""
+    """The same bytes as the widest integers: fewer to copy, and of a type that torch can index on every device."""
     view = cache.view(torch.uint8)
     numbers = (view.shape[-1], view.storage_offset(), *view.stride()[:-1])
     fitting = (
@@ -159,4 +162,5 @@ def _copy(source: torch.Tensor, target: torch.Tensor, rows: Ints, skipped: int =
     if len(rows):
         at_once = max(1, PIECE_BYTES // (source[0].numel() * source.element_size()))
         for part in torch.from_numpy(rows).split(at_once):
-            target[part] = source[part].to(target.device)
+            gathered = source.index_select(0, part.to(source.device)).to(target.device)
+            target.index_copy_(0, part.to(target.device), gathered)
