@@ -56,9 +56,8 @@ OTHER = [
         ],
     ),
     (
-        'Host staging (`kv_buffer_device: "cpu"` on a device that is none)',
-        "a copy of the cache in host memory moves; either side may have one. Not run on a GPU: engines run that take a "
-        "cache in CPU memory for a device's",
+        'Host staging (`kv_buffer_device: "cpu"` on a device that is not a CPU)',
+        "a copy of the cache in host memory moves, where either side or both ask for it. It has not run on a GPU",
         [
             "test_by_way_of_host_memory_every_byte_is_right_and_no_other_is_touched",
             "test_all_of_a_prefill_is_copied_step_by_step",
@@ -245,6 +244,7 @@ engine starts, or when a pair first meets; then the prompt is computed by the de
 - **Geometry checked, engine not run**: vLLM's own spec and layout code shapes the caches, in CPU memory; the
   connector's own reader loads them through real NIXL; every byte on both sides is checked. What a GPU kernel does with
   them is not.
+- **Host staging** has not run on a GPU: in its rows, a cache in CPU memory stands for a device's.
 
 No engine of vLLM's CPU build runs context parallelism: of its attention backends none returns the log-sum-exp that DCP
 asks for, and PCP is for a model runner that needs Triton. Which token such a rank puts where is asked of the kernel of
@@ -317,8 +317,8 @@ def _geometry() -> Iterator[tuple[str, str, str]]:
     for kind in KINDS:
         if kind.name in STAGED_KINDS:
             [pair] = pairs(kind)[1:2]
-            shown = " → ".join(f"`tp={tp},pp={pp}`" for tp, pp in pair)
-            yield f"Host staging at either side or both: {kind.name}", shown, "geometry checked, engine not run"
+            shown = " → ".join(f"tp={tp},pp={pp}" for tp, pp in pair)
+            yield f"{kind.name}, host staging at either side or both", f"`{shown}`", "geometry checked, engine not run"
 
 
 def _versions() -> Iterator[tuple[str, str, str, str]]:
