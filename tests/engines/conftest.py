@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,32 @@ def _beside(*children: dict[str, Any]) -> dict[str, Any]:
     connectors = [{"kv_role": "kv_both", **child} for child in children]
     parent = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     config = {**parent, "kv_connector_extra_config": {"connectors": connectors}}
+    # Without the development interface nobody can make an engine forget its prefix cache.
+    return _configured(config, environment={"VLLM_SERVER_DEV_MODE": "1"})
+
+
+def _staged(variant: dict[str, Any]) -> dict[str, Any]:
+    """A variant with host staging, which the CPU build has no use for, nor a setting."""
+    more = {**CPU_PATIENCE, **variant.pop("connector_config", {})}
+    config = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": "tests.engines.staged",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": variant.pop("kv_load_failure_policy", "fail"),
+        "kv_connector_extra_config": more,
+    }
+    return _configured(config, **variant)
+
+
+def _configured(
+    config: dict[str, Any], environment: Mapping[str, str] | None = None, extra: Any = ()
+) -> dict[str, Any]:
+    """Settings of an engine with a ``KVTransferConfig`` of its own, which may name what is in these tests."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {
         "role": None,
-        "extra": ("--kv-transfer-config", json.dumps(config)),
-        # Without the development interface nobody can make an engine forget its prefix cache.
-        "environment": {
-            "VLLM_SERVER_DEV_MODE": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        },
+        "extra": ("--kv-transfer-config", json.dumps(config), *extra),
+        "environment": {**(environment or {}), "PYTHONPATH": path},
     }
 
 
@@ -114,6 +132,8 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "eagle": lambda _: _drafted("eagle", eagle("llama")),
     "fp8": lambda _: {"extra": ("--kv-cache-dtype", "fp8")},
     "bfloat16-small-blocks": lambda _: {"dtype": "bfloat16", "extra": ("--block-size", "32")},
+    "staged": lambda _: _staged({}),
+    "staged-tight": lambda port: _staged(VARIANTS["tight"](port)),
     "ferry-first": lambda _: _beside(FERRY, OFFLOADING),
     "offloading-first": lambda _: _beside(OFFLOADING, FERRY),
     "ferry-before-files": lambda _: _beside(FERRY, _files()),

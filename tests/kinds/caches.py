@@ -27,12 +27,16 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.geometry import EngineLayout, Fingerprint, WorkerShards
-from kvferry.vllm.cache_view import shards_of
+from kvferry.geometry import EngineLayout, Fingerprint, Span, WorkerShards
+from kvferry.vllm.cache_view import shards_by_layer
+from kvferry.vllm.staging import Staging, mirrored
 
 from .slots import slot_mapping
 
 NULL = 0
+POISON = 113
+STEP = 20
+"""Tokens that are computed at a time."""
 SEED = 20240607
 MakeSpec = Callable[[int, int], KVCacheSpec]
 """A spec from (tensor parallel size, tokens per block)."""
@@ -74,7 +78,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Side:
-    """One engine of a pair: the producer holds the request, the consumer is to load it, from token ``cached`` on."""
+    """One engine of a pair: the producer holds the request, the consumer is to load it, from token ``cached`` on.
+
+    Attributes:
+        staged: a copy of its caches is moved, which stands for host memory, and the caches for a device's.
+    """
 
     kind: Kind
     producer: bool
@@ -83,6 +91,7 @@ class Side:
     tokens: int
     num_blocks: int = 24
     cached: int = 0
+    staged: bool = False
 
     @property
     def pcp(self) -> int:
@@ -163,6 +172,7 @@ class Worker:
     pcp: int = 0
     memory: torch.Tensor = field(init=False)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+    staging: Staging | None = None
     published: WorkerShards = field(init=False)
     zeroed: bool = field(init=False)
     """What was in a new block may be no number of its type, so that all of a block has to be loaded."""
@@ -186,10 +196,36 @@ class Worker:
             if tensor.layers:
                 made = create_kv_cache_views(self.memory, group.kv_cache_spec, side.num_blocks, side.layout, tensor)
                 self.views |= zip(tensor.layers, made, strict=True)
-        shards = shards_of(self.views, config, self._vllm_config(), self.tp, self.dcp_rank)
+        moved = mirrored(self.views) if side.staged else self.views
+        layers = shards_by_layer(moved, config, self._vllm_config(), self.tp, self.dcp_rank)
+        shards = tuple(shard for shards in layers.values() for shard in shards)
         self.published = WorkerShards(self.pp, self.pcp * side.tp + self.tp, shards)
         if side.producer:
             self.write()
+        if side.staged:
+            self.staging = Staging(self.views, moved, layers)
+            self._stage(moved)
+
+    def _stage(self, copy: dict[str, torch.Tensor]) -> None:
+        """A producer's steps. On a consumer, blocks that are to be loaded are in the copy as they are, since not all of
+        their bytes are; of no other does it have anything that is true."""
+        side, groups = self.side, dict(self.side.kind.layers)
+        for view in copy.values():
+            _bytes_of(view)[:] = POISON
+        if side.producer:
+            for start in range(0, side.tokens, STEP):
+                self.staged.to_host(side.blocks, Span(start, min(start + STEP, side.tokens)))
+            return
+        for name, view in self.views.items():
+            spec, ids = side.spec(groups[name]), side.blocks[groups[name]]
+            size = spec.block_size * (1 if isinstance(spec, MambaSpec) else side.dcp)
+            rows = [block for block in ids[side.cached // size :] if block != NULL]
+            _bytes_of(copy[name])[rows] = _bytes_of(view)[rows]
+
+    @property
+    def staged(self) -> Staging:
+        assert self.staging is not None, "this side has no copy"
+        return self.staging
 
     @property
     def dcp_rank(self) -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.engines import test_cache_types, test_pairs, test_states, test_streaming
+from tests.engines import test_cache_types, test_host_staging, test_pairs, test_states, test_streaming
 from tests.versions.overlays import RELEASES, installed
 from tests.versions.test_overlays import PAIR
 
@@ -14,7 +14,7 @@ from kvferry.vllm.versions import minor_version
 
 from .caches import Kind, Side
 from .kinds import KINDS
-from .test_kinds import EVERYDAY, TOKENS, Pair, pairs
+from .test_kinds import EVERYDAY, STAGED_KINDS, TOKENS, Pair, pairs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -53,6 +53,16 @@ OTHER = [
             "test_a_drafter_on_the_decode_side_only_is_left_out_and_said",
             "test_layers_of_a_drafter_that_only_the_consumer_has_are_left_out",
             "test_what_a_producer_does_not_have_is_said_and_counted",
+        ],
+    ),
+    (
+        'Host staging (`kv_buffer_device: "cpu"` on a device that is not a CPU)',
+        "a copy of the cache in host memory moves, where either side or both ask for it. It has not run on a GPU",
+        [
+            "test_by_way_of_host_memory_every_byte_is_right_and_no_other_is_touched",
+            "test_all_of_a_prefill_is_copied_step_by_step",
+            "test_what_a_load_brought_is_on_the_device_before_it_is_reported_and_a_local_hit_is_left_alone",
+            "test_prompts_stream_between_engines_with_few_blocks",
         ],
     ),
     (
@@ -100,10 +110,10 @@ REFUSED = [
         "test_an_interleave_that_does_not_divide_the_block_is_refused",
     ),
     (
-        "Host staging (`kv_buffer_device` other than the device)",
+        "`kv_buffer_device` that is neither the device nor `cpu`",
         "start",
-        "caches are read where they are",
-        "test_staging_in_host_memory_is_refused",
+        "caches move from where they are, or by way of host memory",
+        "test_a_buffer_on_any_other_device_is_refused",
     ),
     (
         "Scales of a quantised cache that each engine calculates",
@@ -248,6 +258,7 @@ engine starts, or when a pair first meets; then the prompt is computed by the de
 - **Geometry checked, engine not run**: vLLM's own spec and layout code shapes the caches, in CPU memory; the
   connector's own reader loads them through real NIXL; every byte on both sides is checked. What a GPU kernel does with
   them is not.
+- **Host staging** has not run on a GPU: in its rows, a cache in CPU memory stands for a device's.
 
 No engine of vLLM's CPU build runs context parallelism: of its attention backends none returns the log-sum-exp that DCP
 asks for, and PCP is for a model runner that needs Triton. Which token such a rank puts where is asked of the kernel of
@@ -305,6 +316,9 @@ def _engines() -> Iterator[tuple[str, str, str]]:
         yield name, f"`{prefill} → {decode}`", "engine run"
     for kind, prefill, decode, _ in test_streaming.OTHER_KINDS:
         yield f"{RUN_AS[kind]}, streamed", f"`{prefill} → {decode}`", "engine run"
+    for kind, prefill, decode, *sides, _ in test_host_staging.PAIRS:
+        which = {("staged", "staged"): "both sides", ("staged", ""): "prefill", ("", "staged"): "decode"}[tuple(sides)]
+        yield f"{RUN_AS[kind]}, host staging at {which}", f"`{prefill} → {decode}`", "engine run"
 
 
 def _geometry() -> Iterator[tuple[str, str, str]]:
@@ -314,6 +328,11 @@ def _geometry() -> Iterator[tuple[str, str, str]]:
         pp = ", ".join(str(size) for size in sorted({side[1] for pair in made for side in pair}))
         layouts = f"TP {tp}; PP {pp}{_context(kind, made)}: {len(made)} pairs, {EVERYDAY} of them every day"
         yield kind.name, layouts, "geometry checked, engine not run"
+    for kind in KINDS:
+        if kind.name in STAGED_KINDS:
+            [pair] = pairs(kind)[1:2]
+            shown = " → ".join(f"tp={tp},pp={pp}" for tp, pp in pair)
+            yield f"{kind.name}, host staging at either side or both", f"`{shown}`", "geometry checked, engine not run"
 
 
 def _versions() -> Iterator[tuple[str, str, str, str]]:

@@ -38,6 +38,9 @@ def transfer(producer: Side, consumer: Side) -> list[Outcome]:
     outcomes = [_load(worker, replace(mine, workers=(worker.published,)), engine, producer) for worker in readers]
     for worker, outcome in zip(readers, outcomes, strict=True):
         assert outcome.failure is None, outcome.failure
+        if consumer.staged:
+            assert torch.equal(worker.memory, _fresh(worker)), "what is read lands in the copy"
+            worker.staged.to_device(consumer.blocks, Span(consumer.cached, consumer.tokens))
         after = worker.memory.clone()
         expected = _expected(worker)
         assert not torch.equal(expected, _fresh(worker)), "nothing was to be moved, so the test would prove nothing"

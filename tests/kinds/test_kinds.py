@@ -30,6 +30,21 @@ def _sizes(kind: Kind) -> tuple[int, ...]:
     return tuple(tp for tp in kind.tp if kind.heads % tp == 0 or tp % kind.heads == 0)
 
 
+STAGED_KINDS = (
+    "Full attention, grouped query",
+    "Full attention and sliding windows in KV cache groups",
+    "fp8 with a scale per token and head",
+    "nvfp4, K and V apart",
+    "Blocks of 16 tokens to blocks of 48",
+    "HND to NHD",
+    "BLHNC to LBHNC",
+    "LBHNC to BHLNC",
+    "Mamba 2, one group",
+    "MLA, DCP 4 tokens at a time to DCP 6 at a time, blocks of 16 to blocks of 24",
+    "MLA, PCP and DCP over its ranks to DCP",
+)
+"""Kinds that are moved with host staging too: each sort of layer, block and layout that the copying tells apart."""
+
 EVERYDAY = 2
 """Pairs of each kind: the first TP size on both sides, and the first to the next."""
 
@@ -49,6 +64,30 @@ def test_every_byte_is_right_and_no_other_is_touched(
     kind: Kind, producer: tuple[int, int], consumer: tuple[int, int]
 ) -> None:
     transfer(Side(kind, True, *producer, TOKENS), Side(kind, False, *consumer, TOKENS, num_blocks=30))
+
+
+STAGED = [
+    pytest.param(
+        *(kind, sides),
+        id=f"{kind.name}:{name}",
+        marks=[pytest.mark.heavy] if kind.name != STAGED_KINDS[0] and not all(sides) else [],
+    )
+    for kind in KINDS
+    if kind.name in STAGED_KINDS
+    for name, sides in {"both sides": (True, True), "prefill": (True, False), "decode": (False, True)}.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "sides"), STAGED)
+def test_by_way_of_host_memory_every_byte_is_right_and_no_other_is_touched(
+    kind: Kind, sides: tuple[bool, bool]
+) -> None:
+    """Between both sides, also with a prefix that is there, whose copy is of another time."""
+    producer, consumer = (
+        Side(kind, number == 0, *layout, 4 * TOKENS, num_blocks=60 + number, staged=sides[number])
+        for number, layout in enumerate(pairs(kind)[1])
+    )
+    transfer(producer, replace(consumer, cached=48 * consumer.dcp if all(sides) else 0))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.projections], ids=lambda kind: kind.name)

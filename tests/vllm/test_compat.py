@@ -9,7 +9,7 @@ import vllm
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
-from kvferry.vllm.compat import fingerprint, require_supported
+from kvferry.vllm.compat import fingerprint, require_supported, staged
 
 
 def _make_config(model, dtype="float32", **hf):
@@ -95,11 +95,23 @@ def test_context_parallelism_is_served_from_then_on(monkeypatch, version, sizes)
     require_supported(_make_engine(**sizes))
 
 
-def test_staging_in_host_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cuda")
-    with pytest.raises(UnsupportedError, match="remove kv_buffer_device 'cpu'"):
-        require_supported(_make_engine())
-    require_supported(_make_engine("cuda"))
+@pytest.mark.parametrize(
+    ("device", "buffer", "by_way_of_host_memory"),
+    [("cuda", "cuda", False), ("cuda", "cpu", True), ("xpu", "cpu", True), ("cpu", "cpu", False)],
+)
+def test_a_cache_moves_from_where_it_is_or_by_way_of_host_memory(monkeypatch, device, buffer, by_way_of_host_memory):
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", device)
+    require_supported(_make_engine(buffer))
+    assert staged(_make_engine(buffer)) is by_way_of_host_memory
+
+
+@pytest.mark.parametrize(("device", "buffer"), [("cuda", "xpu"), ("cuda", "disk"), ("cpu", "cuda")])
+def test_a_buffer_on_any_other_device_is_refused(monkeypatch, device, buffer):
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", device)
+    with pytest.raises(
+        UnsupportedError, match=rf"from where it is \('{device}'\).*kv_buffer_device '{buffer}' is neither"
+    ):
+        require_supported(_make_engine(buffer))
 
 
 def test_scales_that_each_engine_calculates_are_refused():

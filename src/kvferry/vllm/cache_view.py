@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +43,24 @@ What others do inside a block nobody has looked at."""
 
 
 def shards_of(
-    kv_caches: dict[str, torch.Tensor],
+    kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
     config: VllmConfig,
     tp_rank: int,
     dcp_rank: int = 0,
 ) -> tuple[LayerShard, ...]:
+    """What ``shards_by_layer`` gives, of all layers."""
+    layers = shards_by_layer(kv_caches, kv_cache_config, config, tp_rank, dcp_rank)
+    return tuple(shard for shards in layers.values() for shard in shards)
+
+
+def shards_by_layer(
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: KVCacheConfig,
+    config: VllmConfig,
+    tp_rank: int,
+    dcp_rank: int = 0,
+) -> dict[str, tuple[LayerShard, ...]]:
     """Describe every layer that this worker caches itself; a layer that shares another one's cache has no spec.
 
     Args:
@@ -61,7 +73,7 @@ def shards_of(
             layer, in one text.
     """
     view = _View(kv_cache_config, config, tp_rank, dcp_rank)
-    shards: list[LayerShard] = []
+    layers: dict[str, tuple[LayerShard, ...]] = {}
     reasons = []
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for layer in group.layer_names:
@@ -69,12 +81,12 @@ def shards_of(
             try:
                 if layer not in kv_caches:
                     raise UnsupportedError(f"{layer}: has a KV cache spec but vLLM registered no tensor for it")
-                shards += view.shards(layer, kv_caches[layer], spec, group_id)
+                layers[layer] = tuple(view.shards(layer, kv_caches[layer], spec, group_id))
             except (UnsupportedError, ValueError) as error:
                 reasons.append(str(error))
     if reasons:
         raise UnsupportedError("; ".join(reasons))
-    return tuple(shards)
+    return layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,10 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
 def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterator[str]:
     device = config.kv_transfer_config.kv_buffer_device
     platform = vllm.platforms.current_platform.device_type
-    if device != platform:
+    if device not in (platform, "cpu"):
         yield (
-            f"it reads and writes the cache where it is and stages nothing in host memory; remove kv_buffer_device "
-            f"'{device}' from --kv-transfer-config"
+            f"the cache moves from where it is ('{platform}') or by way of host memory ('cpu'), and kv_buffer_device "
+            f"'{device}' is neither; set one of those in --kv-transfer-config"
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         yield (
@@ -75,6 +75,12 @@ def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterat
             "with speculative decoding recurrent layers keep a state for every guess, and nothing says which of them "
             "is the prompt's; remove --speculative-config"
         )
+
+
+def staged(config: VllmConfig) -> bool:
+    """Whether the cache is on a device and moves by way of host memory."""
+    platform: str = vllm.platforms.current_platform.device_type
+    return config.kv_transfer_config.kv_buffer_device == "cpu" != platform
 
 
 def fingerprint(config: VllmConfig, model_id: str | None) -> Fingerprint:

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.vllm.compat import require_supported
+from kvferry.vllm.compat import require_supported, staged
 from kvferry.vllm.continuation import continuation
 from kvferry.vllm.logs import join_vllm_logging
 from kvferry.vllm.metadata import StepMetadata
@@ -70,12 +70,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             from kvferry.vllm.scheduler import SchedulerHalf
 
             self._scheduler = SchedulerHalf(
-                vllm_config, settings, continuation=continuation(vllm_config, kv_cache_config)
+                vllm_config,
+                settings,
+                continuation=continuation(vllm_config, kv_cache_config),
+                staged=staged(vllm_config),
             )
         else:
             from kvferry.vllm.worker import WorkerHalf
 
-            self._worker = WorkerHalf(vllm_config, settings, kv_cache_config)
+            self._worker = WorkerHalf(vllm_config, settings, kv_cache_config, staged(vllm_config))
 
     # Scheduler half
 
@@ -136,7 +139,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Consumers read; producers do nothing."""
 
     def wait_for_save(self) -> None:
-        """Consumers read; producers do nothing."""
+        self._worker.stage_written()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.get_transfer_results()

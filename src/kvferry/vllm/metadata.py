@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.geometry import WorkerShards
+from kvferry.geometry import Span, WorkerShards
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import Address
 from kvferry.vllm.tracing import Headers
@@ -23,6 +23,19 @@ class Handshake(KVConnectorHandshakeMetadata):
     worker: WorkerShards
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What has been computed of a prefill once a step has been executed, and was not before, or not by it.
+
+    Attributes:
+        blocks: of the request, by KV cache group, from token 0 on.
+        tokens: those of the prompt that are new.
+    """
+
+    blocks: list[list[int]]
+    tokens: Span
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler half to each worker, with every step.
@@ -33,6 +46,7 @@ class StepMetadata(KVConnectorMetadata):
         sighted: producers heard of for the first time, as (address, incarnation).
         step: its number, where the scheduler half wants to know when it has been executed.
         traces: headers of those loads that are traced.
+        written: with host staging, what prefills that may be read compute in this step.
     """
 
     loads: list[Order] = field(default_factory=list)
@@ -40,6 +54,7 @@ class StepMetadata(KVConnectorMetadata):
     sighted: list[tuple[Address, str]] = field(default_factory=list)
     traces: dict[str, Headers] = field(default_factory=dict)
     step: int | None = None
+    written: list[Written] = field(default_factory=list)
 
 
 @dataclass

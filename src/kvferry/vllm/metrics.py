@@ -31,7 +31,7 @@ _LEASE_SECONDS = (0.1, 0.5, 1, 2, 5, 10, 15, 20, 25, 30, 60, 120, 300)
 _NUMBERS = (1, 2, 5, 10, 20, 50, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
 
 _FAILED_CLAIMS = ("gone", "late", "unreachable", "invalid")
-_PHASES = ("claim", "connect", "follow", "read", "ack")
+_PHASES = ("claim", "connect", "follow", "read", "ack", "stage")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""How far prefills are that can be read while they go on: what was scheduled counts once its step has been executed."""
+"""How far prefills are that can be read while they go on: what was scheduled counts once its step has been executed.
+
+With host staging all are followed that can be read at all, since workers have to be told what each step writes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
+
+from kvferry.geometry import Span
+from kvferry.vllm.metadata import Written
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,11 +36,13 @@ class _Prefill:
     Attributes:
         blocks: by KV cache group; empty while it has none.
         life: how often it lost them.
+        scheduled: tokens from the first on that are computed in them, steps under way included.
     """
 
     request: Request
     blocks: list[list[int]] = field(default_factory=list)
     life: int = 0
+    scheduled: int = 0
 
     def take(self, blocks: Iterable[Iterable[int]]) -> None:
         new = [list(group) for group in blocks]
@@ -42,16 +50,21 @@ class _Prefill:
 
     def lose(self) -> None:
         if self.blocks:
-            self.blocks, self.life = [], self.life + 1
+            self.blocks, self.life, self.scheduled = [], self.life + 1, 0
 
     def news(self, ready: int) -> News:
         return News(self.request.request_id, self.life, self.blocks, ready)
 
 
 class Progress:
-    """Of one engine core, told from the scheduler's steps. Costs nothing while nothing is followed."""
+    """Of one engine core, told from the scheduler's steps. Costs nothing while nothing is followed.
+
+    Attributes:
+        written: by the last step.
+    """
 
     def __init__(self) -> None:
+        self.written: list[Written] = []
         self._prefills: dict[str, _Prefill] = {}
         self._steps: dict[int, list[News]] = {}
         self._step = 0
@@ -59,8 +72,10 @@ class Progress:
     def follow(self, request: Request) -> None:
         self._prefills[request.request_id] = _Prefill(request)
 
-    def forget(self, request_id: str) -> None:
-        self._prefills.pop(request_id, None)
+    def forget(self, request_id: str) -> int:
+        """How many of its tokens, from the first on, were scheduled while it was followed."""
+        prefill = self._prefills.pop(request_id, None)
+        return prefill.scheduled if prefill else 0
 
     def scheduled(self, output: SchedulerOutput) -> tuple[int | None, list[News]]:
         """Look at a step before it is executed.
@@ -71,12 +86,19 @@ class Progress:
         Returns:
             Its number, None if it computes nothing that is followed; and what is news already.
         """
+        self.written = []
         if not self._prefills:
             return None, []
         at_once = [prefill.news(0) for prefill in self._prefills.values() if self._lost(prefill)]
         will_be = []
         for prefill, computed, begun in self._followed(output):
-            will_be.append(prefill.news(computed + output.num_scheduled_tokens[prefill.request.request_id]))
+            end = computed + output.num_scheduled_tokens[prefill.request.request_id]
+            prefill.scheduled = end
+            will_be.append(prefill.news(end))
+            # A cached prefix may have been computed for a request that nobody could read.
+            tokens = Span(0 if begun else computed, min(end, prefill.request.num_prompt_tokens))
+            if tokens:
+                self.written.append(Written(prefill.blocks, tokens))
             if begun:
                 at_once.append(prefill.news(0))
         if not will_be:

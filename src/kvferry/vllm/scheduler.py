@@ -43,7 +43,7 @@ from kvferry.sidechannel.server import Listener, Respond
 from kvferry.vllm.adapters import adapter_identity
 from kvferry.vllm.compat import fingerprint
 from kvferry.vllm.continuation import PLAIN, Continuation
-from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
+from kvferry.vllm.metadata import Executed, Handshake, StepMetadata, Written
 from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.progress import News, Progress
 from kvferry.vllm.settings import Settings, read_seal
@@ -120,9 +120,11 @@ class Producer:
         incarnation: str,
         edges: Edges,
         tally: Tally,
+        staged: bool = False,
     ) -> None:
         parallel = config.parallel_config
         self._config = config
+        self._staged = staged
         self._continuation = continuation
         self._settings = settings
         self._tally = tally
@@ -173,20 +175,23 @@ class Producer:
     def arrived(self, request: EngineRequest) -> None:
         """A request with ``do_remote_decode``: in a transfer that streams it can be claimed from now on."""
         self._continuation.shorten(request)
+        if self._opened(request) or self._staged:
+            self._progress.follow(request)
+
+    def _opened(self, request: EngineRequest) -> bool:
         try:
             transfer = Transfer.from_params(request.kv_transfer_params or {})
             if transfer is None and self._settings.streaming:
                 transfer = Transfer.of_request(request.request_id)
         except ParamsError as error:
             logger.warning("request %s does not stream: %s", request.request_id, error)
-            return
+            return False
         tokens = request.num_prompt_tokens
         token_hash = identity_of(request, tokens) if transfer else None
         if transfer is None or token_hash is None:
-            return
+            return False
         with self._lock:
-            if self._grants.open(request.request_id, transfer, tokens, token_hash):
-                self._progress.follow(request)
+            return self._grants.open(request.request_id, transfer, tokens, token_hash)
 
     def scheduled(self, output: SchedulerOutput) -> int | None:
         """A step was put together; its number, if what it computes is to be told when it has been executed."""
@@ -194,6 +199,10 @@ class Producer:
         for news in begun:
             self._told(news)
         return step
+
+    def take_written(self) -> list[Written]:
+        """What the step that was put together last will have computed, where workers have to copy it."""
+        return self._progress.written if self._staged else []
 
     def executed(self, step: int) -> None:
         for news in self._progress.executed(step):
@@ -215,7 +224,9 @@ class Producer:
         token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
         if token_hash is None:
             return None
-        self._progress.forget(request.request_id)
+        if self._progress.forget(request.request_id) < tokens and self._staged:
+            logger.warning("request %s is not handed over: its cache was not copied to host memory", request.request_id)
+            return None
         with self._lock:
             grant = self._grants.offer(request.request_id, blocks, tokens, token_hash)
             self._tally.add("held_blocks", self._grants.held_blocks)
@@ -427,6 +438,9 @@ class Consumer:
 class SchedulerHalf:
     """Both roles of one engine core; ``kv_role`` decides which of them exist.
 
+    Args:
+        staged: with host staging, so that the workers are told what to copy.
+
     Raises:
         SettingsError: the secret cannot be read, or is none.
         SideChannelError: the listener's address cannot be bound.
@@ -438,6 +452,7 @@ class SchedulerHalf:
         settings: Settings,
         edges: Edges | None = None,
         continuation: Continuation = PLAIN,
+        staged: bool = False,
     ) -> None:
         self._seal = read_seal(settings)
         if not self._seal.has_secret:
@@ -455,7 +470,7 @@ class SchedulerHalf:
         self._tally = Tally()
         transfer = config.kv_transfer_config
         parts = (config, settings, continuation, self._seal, self._incarnation, edges, self._tally)
-        self._producer = Producer(*parts) if transfer.is_kv_producer else None
+        self._producer = Producer(*parts, staged) if transfer.is_kv_producer else None
         self._consumer = Consumer(*parts) if transfer.is_kv_consumer else None
 
     def set_workers(self, handshakes: dict[tuple[int, int], Any]) -> None:
@@ -502,6 +517,7 @@ class SchedulerHalf:
             metadata.sighted = self._consumer.take_sighted()
         if self._producer:
             metadata.released, metadata.step = self._producer.take_released(), self._producer.scheduled(output)
+            metadata.written = self._producer.take_written()
         return metadata
 
     def take_stats(self) -> TransferStats | None:

@@ -6,24 +6,28 @@ import json
 import logging
 import os
 import queue
+import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 
-from kvferry.geometry import EngineLayout, WorkerShards
+from kvferry.geometry import EngineLayout, Span, WorkerShards, left_out
 from kvferry.protocol.identity import draw
 from kvferry.protocol.loads import Order
 from kvferry.protocol.subject import Subject
 from kvferry.sidechannel.client import Client
 from kvferry.transport.nixl import Agent
 from kvferry.transport.reader import Deadlines, Outcome, Reader
-from kvferry.vllm.cache_view import shards_of
+from kvferry.vllm.cache_view import shards_by_layer
 from kvferry.vllm.compat import fingerprint
-from kvferry.vllm.metadata import Executed, Handshake, StepMetadata
+from kvferry.vllm.metadata import Executed, Handshake, StepMetadata, Written
 from kvferry.vllm.metrics import Tally, TransferStats
 from kvferry.vllm.settings import Settings, read_seal
+from kvferry.vllm.staging import Staging, mirrored
 from kvferry.vllm.tracing import Headers, spans
 
 if TYPE_CHECKING:
@@ -44,10 +48,19 @@ MAX_REASONS = 100
 
 
 class WorkerHalf:
-    """Hooks are called on the worker's main thread and never wait for a peer."""
+    """Hooks are called on the worker's main thread and never wait for a peer.
 
-    def __init__(self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig) -> None:
+    Args:
+        staged: move a copy of the cache in host memory, not the cache itself.
+    """
+
+    def __init__(
+        self, config: VllmConfig, settings: Settings, kv_cache_config: KVCacheConfig, staged: bool = False
+    ) -> None:
         self._config = config
+        self._staged = staged
+        self._staging: Staging | None = None
+        self._written: list[Written] = []
         self._settings = settings
         self._seal = read_seal(settings)
         self._kv_cache_config = kv_cache_config
@@ -71,14 +84,21 @@ class WorkerHalf:
         """Describe the cache and make it readable. vLLM may call again after it re-allocated the cache.
 
         Raises:
-            UnsupportedError: a kind of cache that is not moved yet.
+            UnsupportedError: a kind of cache that is not moved yet, or no host memory for a copy of it.
             TransferError: NIXL did not start or refused the memory.
         """
         self.shutdown()
+        self._reader = self._staging = None  # with the host memory that they hold
         self._overdue = 0
         ranks = get_tp_group().rank_in_group, get_dcp_group().rank_in_group
-        shards = shards_of(kv_caches, self._kv_cache_config, self._config, *ranks)
+        moved = mirrored(kv_caches) if self._staged else kv_caches
+        layers = shards_by_layer(moved, self._kv_cache_config, self._config, *ranks)
+        shards = tuple(shard for shards in layers.values() for shard in shards)
         layout = self._layout(shards)
+        ended = self._ended
+        if self._staged:
+            self._staging = Staging(kv_caches, moved, layers)
+            ended = partial(self._staged_in, self._staging, layout)
         self._here, self._name = layout.label, layout.workers[0].name
         self._client = Client("kvferry-acks", seal=self._seal)
         device = next(iter(kv_caches.values())).device
@@ -86,7 +106,7 @@ class WorkerHalf:
             layout=layout,
             make_agent=self._make_agent,
             ask=self._client.send,
-            on_outcome=self._ended,
+            on_outcome=ended,
             deadlines=Deadlines(
                 self._settings.handshake_timeout,
                 self._settings.read_timeout,
@@ -132,6 +152,14 @@ class WorkerHalf:
                 self._reader.submit(order)
         self._released.update(metadata.released)
         self._step = metadata.step
+        self._written = metadata.written
+
+    def stage_written(self) -> None:
+        """Copy to host memory what the step has computed; once, and nothing without host staging."""
+        written, self._written = self._written, []
+        if self._staging:
+            for one in written:
+                self._staging.to_host(one.blocks, one.tokens)
 
     def take_executed(self) -> Executed | None:
         """What the scheduler half wanted to know of the step that ends."""
@@ -150,6 +178,22 @@ class WorkerHalf:
             *(len(left), producer.label, ", ".join(left[:MOST_LAYERS]) + (", ..." if len(left) > MOST_LAYERS else "")),
         )
 
+    def _staged_in(self, staging: Staging, here: EngineLayout, outcome: Outcome) -> None:
+        """On the transfer thread, so that no running request waits: nobody else uses the blocks of a load."""
+        order, producer = outcome.order, outcome.producer
+        if outcome.failure is None and producer is not None:
+            began = time.perf_counter()
+            try:
+                tokens = Span(order.first_token, order.last_token)
+                staging.to_device(order.local_blocks, tokens, left_out(producer, here))
+            except Exception as error:
+                logger.exception("what was loaded for %s could not be copied to the device", self._subject(order))
+                outcome = replace(outcome, failure=f"it could not be copied to the device: {error}")
+            seconds = time.perf_counter() - began
+            phases = {**outcome.phases, "stage": seconds}
+            outcome = replace(outcome, seconds=outcome.seconds + seconds, phases=phases)
+        self._ended(outcome)
+
     def _ended(self, outcome: Outcome) -> None:
         """On the transfer thread."""
         self._outcomes.put(outcome)
@@ -163,6 +207,9 @@ class WorkerHalf:
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Everything that ended since the last call, each request once."""
+        if self._written and not get_pp_group().is_last_rank:
+            # Where the last stage has a drafter, vLLM asks that one only to save, and after this.
+            self.stage_written()
         released, self._released = self._released, set()
         results = KVConnectorTransferResults(finished_sending=released)
         while not self._outcomes.empty():
