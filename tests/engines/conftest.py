@@ -89,9 +89,15 @@ def _files() -> dict[str, Any]:
 _directories: list[tempfile.TemporaryDirectory[str]] = []  # until the tests end
 
 
-def _drafted(method: str, drafter: Path) -> dict[str, Any]:
-    config = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+def _guessing(method: str, **more: Any) -> dict[str, Any]:
+    config = {"method": method, "num_speculative_tokens": 3, **more}
     return {"extra": ("--speculative-config", json.dumps(config))}
+
+
+def _guessing_states(method: str, **more: Any) -> dict[str, Any]:
+    """Without prefix caching: the kernel that copies states of guesses between blocks wants Triton."""
+    settings = _guessing(method, **more)
+    return {"dtype": "bfloat16", "extra": ("--no-enable-prefix-caching", *settings["extra"])}
 
 
 ROOT = Path(__file__).parents[2]
@@ -128,8 +134,12 @@ VARIANTS: dict[str, Callable[[int], dict[str, Any]]] = {
         "environment": {"KVFERRY_SECRET": "known to engines that stream only"},
     },
     # With the model itself as its drafter: each guess is right exactly where the drafter's cache is.
-    "drafted": lambda _: _drafted("draft_model", tiny("qwen2")),
-    "eagle": lambda _: _drafted("eagle", eagle("llama")),
+    "drafted": lambda _: _guessing("draft_model", model=str(tiny("qwen2"))),
+    "eagle": lambda _: _guessing("eagle", model=str(eagle("llama"))),
+    "mtp": lambda _: _guessing("mtp"),
+    "states-mtp": lambda _: _guessing_states("mtp"),
+    # At prefill only: after a step of fewer guesses than there may be, a plain engine goes on from wrong inputs.
+    "states-ngram": lambda _: _guessing_states("ngram", num_speculative_tokens=2, prompt_lookup_max=3),
     "fp8": lambda _: {"extra": ("--kv-cache-dtype", "fp8")},
     "bfloat16-small-blocks": lambda _: {"dtype": "bfloat16", "extra": ("--block-size", "32")},
     "staged": lambda _: _staged({}),

@@ -38,8 +38,8 @@ POISON = 113
 STEP = 20
 """Tokens that are computed at a time."""
 SEED = 20240607
-MakeSpec = Callable[[int, int], KVCacheSpec]
-"""A spec from (tensor parallel size, tokens per block)."""
+MakeSpec = Callable[[int, int, int], KVCacheSpec]
+"""A spec from (tensor parallel size, tokens per block, guesses of speculative decoding)."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Kind:
         dcp: the most ranks that share out tokens, on each side; fewer where fewer hold the same heads.
         interleave: tokens that such a rank takes at a time.
         pcp: ranks of prefill context parallelism, on each side.
+        guesses: of speculative decoding, on each side; a recurrent layer keeps a state for each.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Kind:
     dcp: tuple[int, int] = (1, 1)
     interleave: tuple[int, int] = (1, 1)
     pcp: tuple[int, int] = (1, 1)
+    guesses: tuple[int, int] = (0, 0)
     block_tokens: tuple[int, int] = (16, 16)
     layouts: tuple[KVCacheLayout, KVCacheLayout] = (KVCacheLayout.LBHNC, KVCacheLayout.LBHNC)
 
@@ -114,12 +116,17 @@ class Side:
     def layout(self) -> KVCacheLayout:
         return self.kind.layouts[0 if self.producer else 1]
 
+    @property
+    def guesses(self) -> int:
+        return self.kind.guesses[0 if self.producer else 1]
+
     def spec(self, group: int) -> KVCacheSpec:
-        return self.kind.groups[group][1](self.tp, self.block_tokens)
+        return self.kind.groups[group][1](self.tp, self.block_tokens, self.guesses)
 
     @property
     def blocks(self) -> list[list[int]]:
-        """Block ids by group: no two share one, out of a window there is none, and a state has one only."""
+        """Block ids by group: no two share one, out of a window there is none, and a state has one only, with those of
+        guesses behind it."""
         ids = iter(
             np.random.default_rng(SEED + self.num_blocks + self.producer).permutation(np.arange(1, 1000)) % 10**9
         )
@@ -137,7 +144,8 @@ class Side:
             size = resolve_dcp_kv_block_size(spec, self.dcp)
             window = getattr(spec, "sliding_window", None) or self.tokens
             first = (self.tokens - 1 if isinstance(spec, MambaSpec) else max(0, self.tokens - window + 1)) // size
-            lists.append([NULL if at < first else fresh() for at in range(-(-self.tokens // size))])
+            count = -(-self.tokens // size) + getattr(spec, "num_speculative_blocks", 0)
+            lists.append([NULL if at < first else fresh() for at in range(count)])
         return lists
 
     def stages(self) -> list[list[tuple[str, int]]]:
@@ -253,7 +261,7 @@ class Worker:
             spec, blocks = self.side.spec(groups[name]), self.side.blocks[groups[name]]
             number = int(name.split(".")[2])
             if isinstance(spec, MambaSpec):
-                self._write_state(number, _bytes_of(view)[blocks[-1], 0, 0], spec)
+                self._write_state(number, _bytes_of(view)[blocks[-1 - self.side.guesses], 0, 0], spec)
             else:
                 self._write_tokens(number, _bytes_of(view), spec, blocks)
 
@@ -286,6 +294,8 @@ class Worker:
             offset += size
             if number == 0:
                 by_channel = state if is_conv_state_dim_first() else state.transpose(0, 1)
+                # The inputs of guesses come after those of the prompt.
+                by_channel = by_channel[:, : by_channel.shape[1] - spec.num_speculative_blocks]
                 channels = torch.cat(list(self._channels()))
             else:
                 by_channel, channels = state, torch.arange(shape[0]) + self.tp * shape[0] + 50_000

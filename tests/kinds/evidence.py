@@ -21,6 +21,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUN_AS = {
     "qwen2": "Full attention, grouped query",
     "qwen2-6heads": "Full attention, grouped query",
+    "mimo": "Full attention, grouped query",
     "qwen3": "Full attention, grouped query",
     "idefics3": "Full attention, grouped query",
     "llama": "Full attention, one KV head on several ranks",
@@ -40,7 +41,7 @@ OTHER = [
     ),
     (
         "Layers of a drafter (draft model, EAGLE, MTP) on both sides",
-        "they move like any layer; engines run with a draft model and with EAGLE",
+        "they move like any layer; engines run with all three",
         [
             "test_layers_of_a_drafter_that_both_have_move_and_those_of_the_producer_alone_are_not_asked_for",
             "test_the_layers_of_a_drafter_that_both_sides_have_move",
@@ -48,7 +49,8 @@ OTHER = [
     ),
     (
         "Layers of a drafter on the decode side only",
-        "the model's own layers move; a log line and `kvferry:layers_left_out` say what did not; engines run with both",
+        "the model's own layers move; a log line and `kvferry:layers_left_out` say what did not; engines run with all "
+        "three",
         [
             "test_a_drafter_on_the_decode_side_only_is_left_out_and_said",
             "test_layers_of_a_drafter_that_only_the_consumer_has_are_left_out",
@@ -63,6 +65,18 @@ OTHER = [
             "test_all_of_a_prefill_is_copied_step_by_step",
             "test_what_a_load_brought_is_on_the_device_before_it_is_reported_and_a_local_hit_is_left_alone",
             "test_prompts_stream_between_engines_with_few_blocks",
+        ],
+    ),
+    (
+        "Recurrent states with speculative decoding on either side or both",
+        "the prompt's state moves and those of guesses do not, however many each side makes; engines run a gated delta "
+        "net with MTP and n-grams at prefill and MTP at decode, in cache mode `none`",
+        [
+            "test_a_state_lies_in_the_block_of_its_last_token_on_both_sides",
+            "test_the_first_step_after_a_load_goes_on_from_the_state_that_was_loaded",
+            "test_a_prefill_whose_made_up_guesses_moved_its_state_offers_nothing",
+            "test_a_prompt_is_not_shortened_to_one_token_where_vllm_makes_up_guesses",
+            "test_a_state_goes_on_before_the_guesses_of_either_side",
         ],
     ),
     (
@@ -158,10 +172,16 @@ REFUSED = [
         "test_recurrent_layers_that_are_not_known_are_refused",
     ),
     (
-        "Recurrent states with speculative decoding",
+        "Mamba 1 with speculative decoding",
         "start",
-        "a state is kept for every guess, and nothing says which of them is the prompt's",
-        "test_recurrent_states_of_guesses_are_refused",
+        "vLLM keeps no place in its convolution for the inputs of guesses, and so cannot take back a wrong one",
+        "test_guesses_that_a_convolution_has_no_place_for_are_refused",
+    ),
+    (
+        "Recurrent states with speculative decoding in `--mamba-cache-mode all` (vLLM before 0.32)",
+        "start",
+        "a state may lie behind blocks of guesses",
+        "test_guesses_in_a_cache_mode_nobody_has_looked_at_are_refused",
     ),
     (
         "MultiConnector over several pipeline stages, beside a child that knows of one only (OffloadingConnector, "
@@ -235,6 +255,17 @@ CPU_BUILD = [
         "Decode context parallelism (`kvferry up` refuses it on processors)",
         "no attention backend returns the log-sum-exp that it asks for",
         "test_no_backend_returns_what_context_parallelism_asks_for",
+    ),
+    (
+        "Recurrent states with speculative decoding in cache mode `align`",
+        "the kernel that copies states between blocks is Triton's; engines run in mode `none`",
+        "test_states_of_guesses_are_copied_between_blocks_by_triton",
+    ),
+    (
+        "Gated delta nets at decode with steps of fewer guesses than there may be (n-grams)",
+        "its convolution takes every step for one of all guesses, so a plain engine's tokens are wrong; MTP always "
+        "makes all",
+        "test_a_convolution_takes_every_step_for_one_of_all_guesses",
     ),
     (
         "Quantised latent caches (MLA)",
@@ -314,6 +345,9 @@ def _engines() -> Iterator[tuple[str, str, str]]:
         yield name, shown + (f" and {len(layouts) - 6} more" if len(layouts) > 6 else ""), "engine run"
     for name, _, (prefill, _), (decode, _) in test_cache_types.PAIRS:
         yield name, f"`{prefill} → {decode}`", "engine run"
+    for kind, prefill, at_prefill, decode, at_decode in test_states.GUESSING:
+        guessing = " → ".join(test_states.GUESSERS[side] for side in (at_prefill, at_decode))
+        yield f"{RUN_AS[kind]}, speculative decoding: {guessing}", f"`{prefill} → {decode}`", "engine run"
     for kind, prefill, decode, _ in test_streaming.OTHER_KINDS:
         yield f"{RUN_AS[kind]}, streamed", f"`{prefill} → {decode}`", "engine run"
     for kind, prefill, decode, *sides, _ in test_host_staging.PAIRS:

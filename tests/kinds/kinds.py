@@ -30,11 +30,11 @@ REPLICATED = {"max_tp_shards": 1} if "max_tp_shards" in MLAAttentionSpec.__datac
 
 def full(heads: int = HEADS, **more: Any) -> MakeSpec:
     shape = {"head_size": 16, "dtype": torch.bfloat16, **more}
-    return lambda tp, size: FullAttentionSpec(block_size=size, num_kv_heads=max(1, heads // tp), **shape)
+    return lambda tp, size, _: FullAttentionSpec(block_size=size, num_kv_heads=max(1, heads // tp), **shape)
 
 
 def sliding(window: int, heads: int = HEADS) -> MakeSpec:
-    def make(tp: int, size: int) -> SlidingWindowSpec:
+    def make(tp: int, size: int, _: int) -> SlidingWindowSpec:
         shape = {"num_kv_heads": max(1, heads // tp), "head_size": 16, "dtype": torch.bfloat16}
         return SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
 
@@ -43,7 +43,7 @@ def sliding(window: int, heads: int = HEADS) -> MakeSpec:
 
 def latent(**more: Any) -> MakeSpec:
     shape = {"num_kv_heads": 1, "head_size": 96, "dtype": torch.bfloat16, **REPLICATED, **more}
-    return lambda tp, size: MLAAttentionSpec(block_size=size, **shape)
+    return lambda tp, size, _: MLAAttentionSpec(block_size=size, **shape)
 
 
 def scaled(mode: KVQuantMode, dtype: torch.dtype) -> MakeSpec:
@@ -51,7 +51,7 @@ def scaled(mode: KVQuantMode, dtype: torch.dtype) -> MakeSpec:
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     make = full(dtype=dtype, kv_quant_mode=mode)
-    return lambda tp, size: TritonAttentionBackend.customize_spec(make(tp, size))
+    return lambda tp, size, guesses: TritonAttentionBackend.customize_spec(make(tp, size, guesses))
 
 
 def nvfp4() -> MakeSpec:
@@ -61,8 +61,8 @@ def nvfp4() -> MakeSpec:
     content = nvfp4_kv_cache_full_dim(32)
     make = full(head_size=32, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4)
 
-    def customized(tp: int, size: int) -> FullAttentionSpec:
-        spec = make(tp, size)
+    def customized(tp: int, size: int, guesses: int) -> FullAttentionSpec:
+        spec = make(tp, size, guesses)
         return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=content)
 
     return customized
@@ -76,11 +76,17 @@ BESIDE = full(head_size=64)
 def recurrent(
     kind: Recurrent, shapes: Any, dtypes: tuple[torch.dtype, ...] = FLOATS, beside: MakeSpec = BESIDE
 ) -> MakeSpec:
-    """A state, in a page as large as one of the attention beside it."""
+    """A state, in a page as large as one of the attention beside it; ``shapes`` of (tensor parallel size, guesses)."""
 
-    def make(tp: int, size: int) -> MambaSpec:
-        padded = beside(tp, size).page_size_bytes
-        return MambaSpec(size, shapes=shapes(tp), dtypes=dtypes, mamba_type=kind, page_size_padded=padded)
+    def make(tp: int, size: int, guesses: int) -> MambaSpec:
+        return MambaSpec(
+            size,
+            shapes=shapes(tp, guesses),
+            dtypes=dtypes,
+            mamba_type=kind,
+            page_size_padded=beside(tp, size, guesses).page_size_bytes,
+            num_speculative_blocks=guesses,
+        )
 
     return make
 
@@ -100,11 +106,11 @@ def _shared_hybrid(name: str, heads: int, dcp: tuple[int, int], **more: Any) -> 
     if heads == 1:
         beside, backend = latent(head_size=576), "FLASHMLA"
         projections = ((128, False), (128, False), (64, False))
-        shapes, state = lambda tp: Shapes.gated_delta_net_state_shape(tp, 8, 8, 16, 8, 4), Recurrent.GDN_ATTN
+        shapes, state = lambda tp, _: Shapes.gated_delta_net_state_shape(tp, 8, 8, 16, 8, 4), Recurrent.GDN_ATTN
     else:
         beside, backend = full(heads=heads, head_size=128), "FLASH_ATTN"
         projections = ((128, False), (16, True), (16, True))
-        shapes, state = lambda tp: Shapes.mamba2_state_shape(tp, 128, 1, 8, 16, 16, 4), Recurrent.MAMBA2
+        shapes, state = lambda tp, _: Shapes.mamba2_state_shape(tp, 128, 1, 8, 16, 16, 4), Recurrent.MAMBA2
     groups = ((2, beside), (3, recurrent(state, shapes, beside=beside)))
     settings = {"backend": backend, "tp": (4, 8), "block_tokens": blocks, **more}
     return Kind(name, groups, heads=heads, projections=projections, dcp=dcp, **settings)
@@ -148,6 +154,41 @@ CONTEXT = [
 if "dcp_sharded" not in MLAAttentionSpec.__dataclass_fields__:  # before vLLM 0.31, where this is refused
     CONTEXT = []
 
+MAMBA2, MAMBA2_GROUPS = (
+    recurrent(
+        Recurrent.MAMBA2,
+        lambda tp, guesses, groups=groups: Shapes.mamba2_state_shape(tp, 64, groups, 8, 8, 16, 4, guesses),
+    )
+    for groups in (1, 4)
+)
+MAMBA1 = recurrent(Recurrent.MAMBA1, lambda tp, _: Shapes.mamba1_state_shape(tp, 64, 16, 4))
+GDN = recurrent(Recurrent.GDN_ATTN, lambda tp, guesses: Shapes.gated_delta_net_state_shape(tp, 4, 8, 16, 8, 4, guesses))
+SHORT = recurrent(
+    Recurrent.SHORT_CONV, lambda tp, guesses: Shapes.short_conv_state_shape(tp, 96, 3, guesses), (torch.bfloat16,)
+)
+RECURRENT = [
+    _hybrid("Mamba 2, one group", MAMBA2, ((64, False), (16, True), (16, True))),
+    _hybrid("Mamba 2, several groups", MAMBA2_GROUPS, ((64, False), (64, False), (64, False))),
+    _hybrid("Mamba 1", MAMBA1, ((64, False),)),
+    _hybrid("Gated delta net", GDN, ((64, False), (64, False), (64, False))),
+    _hybrid("Short convolution", SHORT, ((96, False),), tp=(1, 2, 3)),
+]
+
+GUESSED = [
+    replace(kind, name=f"{kind.name}, guesses: {prefill} at prefill, {decode} at decode", guesses=(prefill, decode))
+    for name, prefill, decode in [
+        ("Gated delta net", 0, 3),
+        ("Gated delta net", 3, 0),
+        ("Gated delta net", 2, 5),
+        ("Mamba 2, one group", 0, 3),
+        ("Mamba 2, several groups", 3, 3),
+        ("Short convolution", 3, 1),
+    ]
+    for kind in RECURRENT
+    if kind.name == name
+]
+"""With speculative decoding on one side or both: the states of guesses move nowhere."""
+
 KINDS = [
     Kind("Full attention, grouped query", ((5, full()),)),
     Kind("Full attention, one KV head on several ranks", ((5, full(heads=2)),), heads=2, tp=(1, 2, 4)),
@@ -182,31 +223,7 @@ KINDS = [
     Kind("NHD to HND", ((5, full()),), layouts=(NHD, HND)),
     *(Kind(f"{packed.name} to LBHNC", ((5, full()),), layouts=(packed, HND)) for packed in PACKED),
     *(Kind(f"LBHNC to {packed.name}", ((5, full()),), layouts=(HND, packed)) for packed in PACKED),
-    _hybrid(
-        "Mamba 2, one group",
-        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 1, 8, 8, 16, 4), FLOATS),
-        ((64, False), (16, True), (16, True)),
-    ),
-    _hybrid(
-        "Mamba 2, several groups",
-        recurrent(Recurrent.MAMBA2, lambda tp: Shapes.mamba2_state_shape(tp, 64, 4, 8, 8, 16, 4), FLOATS),
-        ((64, False), (64, False), (64, False)),
-    ),
-    _hybrid(
-        "Mamba 1",
-        recurrent(Recurrent.MAMBA1, lambda tp: Shapes.mamba1_state_shape(tp, 64, 16, 4), FLOATS),
-        ((64, False),),
-    ),
-    _hybrid(
-        "Gated delta net",
-        recurrent(Recurrent.GDN_ATTN, lambda tp: Shapes.gated_delta_net_state_shape(tp, 4, 8, 16, 8, 4), FLOATS),
-        ((64, False), (64, False), (64, False)),
-    ),
-    _hybrid(
-        "Short convolution",
-        recurrent(Recurrent.SHORT_CONV, lambda tp: Shapes.short_conv_state_shape(tp, 96, 3), (torch.bfloat16,)),
-        ((96, False),),
-        tp=(1, 2, 3),
-    ),
+    *RECURRENT,
+    *GUESSED,
     *CONTEXT,
 ]

@@ -183,8 +183,16 @@ def test_a_kind_of_cache_that_is_not_moved_yet_is_refused_by_name():
         shards_of(caches, kv_cache_config, _make_config(), 0)
 
 
-@pytest.mark.parametrize("layer", ["draft_model.model.layers.0.self_attn.attn", "model.layers.4.self_attn.attn"])
-def test_layers_of_a_drafter_are_told_by_their_prefix_or_number(layer):
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "draft_model.model.layers.0.self_attn.attn",
+        "mtp.layers.0.self_attn.attn",
+        "model.mtp.layers.0.self_attn.attn",
+        "model.layers.4.self_attn.attn",
+    ],
+)
+def test_layers_of_a_drafter_are_told_by_their_module_or_number(layer):
     caches, kv_cache_config = _make_caches(_attention())
     caches[layer] = caches.pop(LAYERS[1])
     kv_cache_config = replace(kv_cache_config, kv_cache_groups=[KVCacheGroupSpec([LAYERS[0], layer], _attention())])

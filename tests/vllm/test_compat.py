@@ -1,15 +1,18 @@
 """Which engines are refused at the start, and which two count as having the same model."""
 
+import inspect
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvferry.errors import UnsupportedError
-from kvferry.vllm.compat import fingerprint, require_supported, staged
+from kvferry.vllm.compat import GUESSED_KINDS, fingerprint, require_supported, staged
 
 
 def _make_config(model, dtype="float32", **hf):
@@ -135,14 +138,43 @@ def test_replicas_of_a_cache_in_host_memory_are_refused(group):
         require_supported(_make_engine(), _groups(**group))
 
 
-def test_recurrent_states_of_guesses_are_refused():
-    plain, drafted = (
-        MambaSpec(16, shapes=((3, 24),), dtypes=(torch.float32,), num_speculative_blocks=blocks) for blocks in (0, 3)
-    )
+def _make_state(guesses, kind="GDN_ATTN", mode="align"):
+    shape = {"shapes": ((3, 24),), "dtypes": (torch.float32,), "mamba_type": MambaAttentionBackendEnum[kind]}
+    return MambaSpec(16, num_speculative_blocks=guesses, mamba_cache_mode=mode, **shape)
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+@pytest.mark.parametrize("kind", ["GDN_ATTN", "MAMBA2", "SHORT_CONV"])
+def test_recurrent_states_beside_those_of_guesses_are_served(kind, mode):
+    require_supported(_make_engine(), _groups(kv_cache_spec=_make_state(3, kind, mode)))
+
+
+def test_guesses_that_a_convolution_has_no_place_for_are_refused():
+    plain, guessed = _make_state(0, "MAMBA1"), _make_state(3, "MAMBA1")
     require_supported(_make_engine(), _groups(kv_cache_spec=plain))
-    for spec in (drafted, SimpleNamespace(kv_cache_specs={"a": plain, "b": drafted})):
-        with pytest.raises(UnsupportedError, match=r"a state for every guess.*remove --speculative-config"):
+    for spec in (guessed, SimpleNamespace(kv_cache_specs={"a": plain, "b": guessed})):
+        with pytest.raises(UnsupportedError, match=r"convolution of MAMBA1.*remove --speculative-config"):
             require_supported(_make_engine(), _groups(kv_cache_spec=spec))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("MAMBA1", Shapes.mamba1_state_shape),
+        ("MAMBA2", Shapes.mamba2_state_shape),
+        ("GDN_ATTN", Shapes.gated_delta_net_state_shape),
+        ("SHORT_CONV", Shapes.short_conv_state_shape),
+    ],
+)
+def test_the_kinds_that_may_guess_are_those_whose_convolution_vllm_widens_for_it(kind, shape):
+    assert ("num_spec" in inspect.signature(shape).parameters) == (kind in GUESSED_KINDS)
+
+
+def test_guesses_in_a_cache_mode_nobody_has_looked_at_are_refused():
+    """Of vLLM before 0.32: every block that a step computes has a state of its own."""
+    require_supported(_make_engine(), _groups(kv_cache_spec=_make_state(0, mode="all")))
+    with pytest.raises(UnsupportedError, match=r"--mamba-cache-mode all .*set --mamba-cache-mode align"):
+        require_supported(_make_engine(), _groups(kv_cache_spec=_make_state(3, mode="all")))
 
 
 def test_every_reason_is_given_at_once(monkeypatch):

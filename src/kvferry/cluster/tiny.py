@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.cluster.cache import cached
 from kvferry.errors import ModelError
@@ -109,14 +109,19 @@ RECIPES: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        # vLLM wants a mixture of experts in each stage; with all experts in use none is chosen differently.
+        # vLLM wants a mixture of experts in each stage and in the predictor, whose layer is number 0; with all experts
+        # in use none is chosen differently.
         num_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        mlp_only_layers=[0, 2],
+        mlp_only_layers=[1, 2],
         layer_types=[_LINEAR, _FULL, _LINEAR, _FULL],
+        num_nextn_predict_layers=1,
     ),
+    # Multi-token prediction whose guesses are right wherever its cache is: the model is one layer, and so is the
+    # predictor, which differs only in that it does not see a prompt's first two tokens.
+    "mimo": _grouped_query("qwen2", 8, 4, num_hidden_layers=1, num_nextn_predict_layers=1),
     "lfm2": _grouped_query(
         "lfm2",
         8,
@@ -168,6 +173,41 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+class Predictor(NamedTuple):
+    """Where the weights of a layer for multi-token prediction are in a checkpoint.
+
+    Attributes:
+        architecture: of the model that vLLM looks for it in.
+        layer: prefix of the transformer layer's.
+        join: makes the layer's input of the embedding of the next token and the hidden state.
+        embedding: whether the embedding is the first (0) or the second (1) of the two.
+        norms: of either of these, and of what the layer gives.
+        neutral: the weight with which a norm scales nothing.
+    """
+
+    architecture: str
+    layer: str
+    join: str
+    embedding: int
+    norms: tuple[str, ...]
+    neutral: float
+
+
+PREDICTORS = {
+    "mimo": Predictor(
+        *("MiMoForCausalLM", "model.mtp_layers.0.", "model.mtp_layers.0.input_proj", 1),
+        tuple(f"model.mtp_layers.0.{name}_layernorm" for name in ("token", "hidden", "final")),
+        neutral=1.0,
+    ),
+    "qwen3-next": Predictor(
+        *("Qwen3NextForCausalLM", "mtp.layers.0.", "mtp.fc", 0),
+        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        neutral=0.0,
+    ),
+}
+"""By tiny model."""
+
+
 def tiny(kind: str, directory: Path | None = None) -> Path:
     """The directory of a tiny model, made the first time (a few seconds) and cached by its recipe.
 
@@ -181,6 +221,7 @@ def tiny(kind: str, directory: Path | None = None) -> Path:
 
 def _fingerprint(kind: str) -> str:
     recipe = [RECIPE_VERSION, SEED, EMBEDDING_STD, ATTENTION_GAIN, BODY_GAIN, TRAINING_TEXT, CHAT_TEMPLATE]
+    recipe += [PREDICTORS[kind]] if kind in PREDICTORS else []
     return hashlib.sha256(json.dumps([*recipe, RECIPES[kind]], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -199,7 +240,11 @@ def _build(kind: str, directory: Path) -> None:
         _scale_weights(model)
         if config.model_type == "deepseek_v2":
             _still_queries(model)
+        if kind in PREDICTORS:
+            _norm_embeddings(model)
     model.save_pretrained(directory)
+    if kind in PREDICTORS:
+        _save_predictor(PREDICTORS[kind], config, directory)
     tokenizer = _tokenizer(IMAGE_TOKENS if sees else ())
     tokenizer.save_pretrained(directory)
     if sees:
@@ -224,6 +269,34 @@ def _still_queries(model: Any) -> None:
         for layer in model.model.layers:
             heads = layer.self_attn.q_proj.weight.view(config.num_attention_heads, config.qk_head_dim, -1)
             heads[:, config.qk_nope_head_dim : config.qk_nope_head_dim + 2] = 0.0
+
+
+def _norm_embeddings(model: Any) -> None:
+    """Let embeddings be what a predictor, which norms them first, makes of them."""
+    import torch
+
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight /= weight.square().mean(dim=1, keepdim=True).sqrt()
+
+
+def _save_predictor(predictor: Predictor, config: Any, directory: Path) -> None:
+    """What checkpoints have of multi-token prediction and transformers does not know: a copy of the model's last layer,
+    which sees the next token and nothing of the hidden state."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    last, hidden = f"model.layers.{config.num_hidden_layers - 1}.", config.hidden_size
+    weights = {
+        predictor.layer + name.removeprefix(last): weight
+        for name, weight in load_file(directory / "model.safetensors").items()
+        if name.startswith(last)
+    }
+    weights |= {f"{name}.weight": torch.full((hidden,), predictor.neutral) for name in predictor.norms}
+    weights[f"{predictor.join}.weight"] = torch.eye(2 * hidden)[predictor.embedding * hidden :][:hidden].clone()
+    save_file(weights, directory / "predictor.safetensors")
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [predictor.architecture]}, indent=2))
 
 
 def _std(name: str, weight: Any) -> float | None:

@@ -37,6 +37,9 @@ POSITIONAL = frozenset(
 )
 """Specs whose block lists say by position where which token is. Any other one is refused until somebody has looked."""
 
+DRAFTERS = frozenset({"draft_model", "mtp"})
+"""Modules that only a drafter has, by which its layers are named."""
+
 SEPARABLE_QUANTISATION = frozenset({"NONE", "FP8_PER_TENSOR"})
 """Ways of storing elements in which a token's are together, beside those that put one scale behind each (token, head).
 What others do inside a block nobody has looked at."""
@@ -114,12 +117,12 @@ class _View:
         return self._attention(layer, cache, spec, **where)
 
     def _is_draft(self, layer: str) -> bool:
-        """Whether a layer is the drafter's: such layers have a prefix of their own or count on after the model's."""
+        """Whether a layer is the drafter's: such layers lie in a module of its own or count on after the model's."""
         if getattr(self.config, "speculative_config", None) is None:
             return False
         number = re.search(r"\.(\d+)\.", layer)
         last = self.config.model_config.get_total_num_hidden_layers()
-        return layer.startswith("draft_model.") or (number is not None and int(number[1]) >= last)
+        return not DRAFTERS.isdisjoint(layer.split(".")) or (number is not None and int(number[1]) >= last)
 
     def _module(self, layer: str) -> Any:
         return self.config.compilation_config.static_forward_context[layer]

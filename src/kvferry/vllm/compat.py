@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 SHARES_TOKENS = (0, 31)
 """The first minor version whose specs say which caches decode context parallelism shares out (``dcp_sharded``)."""
 
+GUESSED_MODES, GUESSED_KINDS = frozenset({"none", "align"}), frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})
+"""Where the states that speculative decoding keeps for its guesses are known to lie behind the prompt's: by cache mode
+(``--mamba-cache-mode``) and kind of recurrent layer."""
+
 _VOLATILE = {"transformers_version", "dtype", "torch_dtype"}
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
 
@@ -70,10 +74,24 @@ def _caches(config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Iterat
     for number, group in enumerate(kv_cache_config.kv_cache_groups if kv_cache_config else ()):
         if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
             yield f"KV cache group {number} lies in host memory or is a replica of one that does; turn off HiSparse"
-    if kv_cache_config and any(getattr(spec, "num_speculative_blocks", 0) for spec in layer_specs(kv_cache_config)):
+    if kv_cache_config:
+        yield from dict.fromkeys(reason for spec in layer_specs(kv_cache_config) for reason in _guesses(spec))
+
+
+def _guesses(spec: Any) -> Iterator[str]:
+    """Why the states of a layer cannot be told from those of guesses."""
+    if not getattr(spec, "num_speculative_blocks", 0):
+        return
+    kind, mode = spec.mamba_type.name, spec.mamba_cache_mode
+    if kind not in GUESSED_KINDS:
         yield (
-            "with speculative decoding recurrent layers keep a state for every guess, and nothing says which of them "
-            "is the prompt's; remove --speculative-config"
+            f"vLLM keeps no place in the convolution of {kind} for the inputs of guesses, and so cannot take back a "
+            "wrong one; remove --speculative-config"
+        )
+    if mode not in GUESSED_MODES:
+        yield (
+            f"with speculative decoding and --mamba-cache-mode {mode} a request's state may lie behind blocks of "
+            "guesses; set --mamba-cache-mode align, or remove --speculative-config"
         )
 
 

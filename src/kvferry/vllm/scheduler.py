@@ -220,7 +220,7 @@ class Producer:
 
     def finished(self, request: EngineRequest, blocks: tuple[list[int], ...]) -> Offer | None:
         """Hold the blocks of a finished prefill; None when there is nothing to hand over."""
-        tokens = self._continuation.offers(request.num_computed_tokens, request.num_prompt_tokens)
+        tokens = self._continuation.offers(request.num_computed_tokens, request.num_prompt_tokens, blocks)
         token_hash = identity_of(request, tokens) if tokens > 0 and any(blocks) else None
         if token_hash is None:
             return None

@@ -4,6 +4,10 @@ A page holds a convolution's last inputs and, with most kinds, a temporal state 
 ``MambaBase.bind_kv_cache``). Tensor parallelism cuts the temporal state by its first dimension. The convolution's
 channels are several projections side by side, each of which is cut by itself: a rank's channels are no range of all
 channels, but a range of each projection.
+
+With speculative decoding the convolution has room for the inputs of guesses, behind the last ones of the prompt. They
+are nobody's before the first guess, so they are no part of a shard, and the two sides may make unequally many guesses.
+Each guess has a page for its state besides, behind that of the prompt in a request's block list.
 """
 
 from __future__ import annotations
@@ -116,11 +120,12 @@ def _bytes(spec: MambaSpec) -> int:
 def _parts(spec: MambaSpec) -> Iterator[_Part]:
     conv, temporal = spec.shapes[0], spec.shapes[1] if len(spec.shapes) > 1 else ()
     size = spec.dtypes[0].itemsize
-    channels, rows = conv if is_conv_state_dim_first() else conv[::-1]
+    channels, width = conv if is_conv_state_dim_first() else conv[::-1]
+    rows = width - spec.num_speculative_blocks
     first = 0
     for name, count in PROJECTIONS[spec.mamba_type.name](channels, temporal).items():
         if is_conv_state_dim_first():
-            yield _Part(f"conv.{name}", first * rows * size, count, rows * size, rows * size, spec.dtypes[0])
+            yield _Part(f"conv.{name}", first * width * size, count, rows * size, width * size, spec.dtypes[0])
         else:
             # Row by row, so that a rank's channels are one run of bytes in each.
             for row in range(rows):
