@@ -110,4 +110,4 @@ def test_windows_are_not_shared_out_by_vllm() -> None:
     """It asks every layer of an engine that starts how much memory a request takes."""
     sizes = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 1}
     with pytest.raises(AssertionError, match="DCP not support sliding window"):
-        sliding(24)(1, 16).max_memory_usage_bytes(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+        sliding(24)(1, 16, 0).max_memory_usage_bytes(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
