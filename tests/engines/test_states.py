@@ -37,6 +37,7 @@ GUESSING = [
     ("qwen3-next", "tp=2", "states-mtp", "tp=1", "states-mtp"),
     ("qwen3-next", "tp=2", "bfloat16", "tp=1", "states-mtp"),
     ("qwen3-next", "tp=2", "states-ngram", "tp=1", "states-mtp"),
+    ("qwen3-next", "tp=2", "states-ngram", "tp=2", "bfloat16"),
 ]
 """With speculative decoding on one side or both: model, and layout and settings of each side."""
 GUESSERS = {"bfloat16": "none", "states-mtp": "MTP", "states-ngram": "n-grams"}
