@@ -108,6 +108,12 @@ def test_every_rank_holds_the_whole_latent_cache():
             assert (shard.kind, shard.heads, shard.total_heads) == ("latent", Span(0, 1), 1)
 
 
+CONTEXT_PARALLEL = pytest.mark.skipif(
+    "dcp_sharded" not in MLAAttentionSpec.__dataclass_fields__, reason="refused before vLLM 0.31"
+)
+
+
+@CONTEXT_PARALLEL
 @pytest.mark.parametrize(
     ("spec", "heads", "total"),
     [(_latent(), Span(0, 1), 1), (_attention(1), Span(1, 2), 2)],
@@ -121,13 +127,14 @@ def test_a_context_parallel_rank_says_which_tokens_it_holds(spec, heads, total):
         assert shard.manager_block_tokens == 2 * BLOCK_TOKENS
 
 
+@CONTEXT_PARALLEL
 @pytest.mark.parametrize(
-    "spec",
-    [replace(_latent(), dcp_sharded=False), replace(_state(), mamba_type=MambaAttentionBackendEnum.GDN_ATTN)],
+    ("spec", "change"),
+    [(_latent(), {"dcp_sharded": False}), (_state(), {"mamba_type": MambaAttentionBackendEnum.GDN_ATTN})],
     ids=["a drafter's", "state"],
 )
-def test_a_cache_that_context_parallelism_leaves_whole_is_whole(spec):
-    caches, kv_cache_config = _make_caches(spec)
+def test_a_cache_that_context_parallelism_leaves_whole_is_whole(spec, change):
+    caches, kv_cache_config = _make_caches(replace(spec, **change))
     config = _make_config(2, dcp_size=2, interleave=4)
     for shard in shards_of(caches, kv_cache_config, config, tp_rank=0, dcp_rank=1):
         assert (shard.share, shard.manager_block_tokens) == (ALL_TOKENS, BLOCK_TOKENS)
@@ -139,6 +146,7 @@ def test_without_context_parallelism_the_interleave_means_nothing():
         assert shard.share == ALL_TOKENS
 
 
+@CONTEXT_PARALLEL
 def test_an_interleave_that_does_not_divide_the_block_is_refused():
     caches, kv_cache_config = _make_caches(_latent())
     with pytest.raises(UnsupportedError, match=f"fill blocks of {BLOCK_TOKENS} tokens 3 at a time"):
