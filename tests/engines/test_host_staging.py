@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.cluster.metrics import total
 from kvferry.cluster.prompts import default_prompts
-from kvferry.cluster.transfers import await_transfers, read_transfers
+from kvferry.cluster.transfers import read_transfers
 from kvferry.cluster.verification import TIE_BOUNDS, Verifier, reference
 
 from .conftest import Fleet, Instance, Key
@@ -118,13 +118,7 @@ def pair(fleet: Fleet) -> Iterator[Pair]:
 
 
 def test_a_prompt_that_streams_is_copied_as_it_is_computed(pair: Pair, source: random.Random) -> None:
-    prompt = _prompt(source, 7 * 256 + 100)
-    earlier = len(read_transfers(pair.consumer.transfer_log))
-    assert pair.at_once(prompt).tokens == pair.plain(prompt)
-    [moved] = await_transfers(pair.consumer.transfer_log, lambda _: True, earlier + 1, deadline_s=5).transfers[earlier:]
-    assert (moved.used, moved.tokens) == (True, len(prompt))
-    text = httpx.get(f"{pair.consumer.url}/metrics", trust_env=False).text
-    assert 'phase="follow"' in text
+    pair.assert_followed(_prompt(source, 7 * 256 + 100))
     await_that(lambda: _staged_loads(pair.consumer) > 0, 10, "what was copied to the device is counted")
 
 

@@ -61,6 +61,16 @@ class Pair:
             prefill.result()
         return answer
 
+    def assert_followed(self, prompt: list[int]) -> None:
+        """Sent to both at once, all of it is read while it is computed, and the tokens are a plain engine's."""
+        log = self.consumer.transfer_log
+        earlier = len(read_transfers(log))
+        assert self.at_once(prompt).tokens == self.plain(prompt)
+        [moved] = await_transfers(log, lambda _: True, earlier + 1, deadline_s=5).transfers[earlier:]
+        assert (moved.used, moved.tokens) == (True, len(prompt))
+        text = httpx.get(f"{self.consumer.url}/metrics", trust_env=False).text
+        assert 'phase="follow"' in text
+
     def plain(self, prompt: list[int]) -> tuple[int, ...]:
         return self.reference(prompt).tokens
 
@@ -93,13 +103,7 @@ def _metric(instance: Instance, name: str) -> int:
 
 
 def test_a_long_prompt_is_followed_read_and_vouched_for(pair: Pair, source: random.Random) -> None:
-    prompt = _prompt(source, 7 * 256 + 100)
-    earlier = len(read_transfers(pair.consumer.transfer_log))
-    assert pair.at_once(prompt).tokens == pair.plain(prompt)
-    [moved] = await_transfers(pair.consumer.transfer_log, lambda _: True, earlier + 1, deadline_s=5).transfers[earlier:]
-    assert (moved.used, moved.tokens) == (True, len(prompt))
-    text = httpx.get(f"{pair.consumer.url}/metrics", trust_env=False).text
-    assert 'phase="follow"' in text
+    pair.assert_followed(_prompt(source, 7 * 256 + 100))
 
 
 def test_a_queue_of_prompts_streams_between_engines_with_few_blocks(pair: Pair, source: random.Random) -> None:

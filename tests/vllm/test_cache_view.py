@@ -23,10 +23,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.errors import UnsupportedError
 from kvferry.geometry import ALL_TOKENS, Span, TokenShare
-from kvferry.vllm.cache_view import shards_of
+from kvferry.vllm.cache_view import shards_by_layer
 
 LAYERS = ["model.layers.3.self_attn.attn", "model.layers.4.self_attn.attn"]
 BLOCKS, BLOCK_TOKENS = 5, 8
+
+
+def shards_of(*arguments, **more):
+    """Of all layers."""
+    return tuple(shard for shards in shards_by_layer(*arguments, **more).values() for shard in shards)
 
 
 def _make_config(tp_size=1, total_heads=4, backend="FLASH_ATTN", isa=None, dcp_size=1, interleave=1):

@@ -45,18 +45,6 @@ SEPARABLE_QUANTISATION = frozenset({"NONE", "FP8_PER_TENSOR"})
 What others do inside a block nobody has looked at."""
 
 
-def shards_of(
-    kv_caches: Mapping[str, torch.Tensor],
-    kv_cache_config: KVCacheConfig,
-    config: VllmConfig,
-    tp_rank: int,
-    dcp_rank: int = 0,
-) -> tuple[LayerShard, ...]:
-    """What ``shards_by_layer`` gives, of all layers."""
-    layers = shards_by_layer(kv_caches, kv_cache_config, config, tp_rank, dcp_rank)
-    return tuple(shard for shards in layers.values() for shard in shards)
-
-
 def shards_by_layer(
     kv_caches: Mapping[str, torch.Tensor],
     kv_cache_config: KVCacheConfig,
