@@ -34,27 +34,61 @@ def loads(clock):
     return Loads(CONSUMER, ["pp0tp0", "pp1tp0"], TIMEOUT, HOLD, clock)
 
 
+def _begin(loads, request, *offered):
+    loads.expect(request)
+    return loads.begin(request, *offered)
+
+
 def _granted(loads, name="d-1", **offer):
-    claim = loads.begin(name, _make_offer(**offer), 300, TOKEN)
+    claim = _begin(loads, name, _make_offer(**offer), 300, TOKEN)
     loads.claimed(name, GRANTED)
     return claim
 
 
 def test_a_claim_names_the_offer_and_every_reader(loads):
-    claim = loads.begin("d-1", _make_offer(), 300, TOKEN)
+    claim = _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     assert (claim.incarnation, claim.request, claim.nonce, claim.consumer) == (TOKEN, "p-1", OTHER, CONSUMER)
     assert claim.readers == ["pp0tp0", "pp1tp0"]
 
 
 def test_each_request_claims_under_a_name_of_its_own(loads):
-    assert loads.begin("d-1", _make_offer(), 300, TOKEN).claim != loads.begin("d-2", _make_offer(), 300, TOKEN).claim
+    assert (
+        _begin(loads, "d-1", _make_offer(), 300, TOKEN).claim != _begin(loads, "d-2", _make_offer(), 300, TOKEN).claim
+    )
 
 
 def test_a_request_waits_until_the_producer_answers(loads):
-    loads.begin("d-1", _make_offer(), 300, TOKEN)
+    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     assert loads.available("d-1") is None
     assert loads.claimed("d-1", GRANTED) is None
     assert loads.available("d-1") == 300
+
+
+def test_a_request_waits_while_its_offer_is_read(loads):
+    loads.expect("d-1")
+    assert loads.available("d-1") is None
+    loads.refuse("d-1")
+    assert loads.available("d-1") == 0
+
+
+def test_a_request_whose_offer_is_not_read_in_time_is_late_and_never_claims(loads, clock):
+    loads.expect("d-1")
+    assert loads.lost("d-1") is None
+    clock.now += TIMEOUT
+    assert loads.available("d-1") == 0
+    assert loads.lost("d-1") == "late"
+    assert loads.drop("d-1") is None
+    assert loads.begin("d-1", _make_offer(), 300, TOKEN) is None
+    assert loads.available("d-1") == 0
+    assert len(loads) == 0
+
+
+def test_reading_an_offer_is_part_of_the_time_that_a_request_waits_for_an_answer(loads, clock):
+    loads.expect("d-1")
+    clock.now += TIMEOUT / 2
+    assert loads.begin("d-1", _make_offer(), 300, TOKEN)
+    clock.now += TIMEOUT / 2
+    assert loads.available("d-1") == 0
 
 
 def test_a_request_without_an_offer_has_nothing_to_load(loads):
@@ -63,14 +97,14 @@ def test_a_request_without_an_offer_has_nothing_to_load(loads):
 
 @pytest.mark.parametrize("reply", [Gone("released"), None, Held(), Granted([[3]], 299, TTL, ready=299)])
 def test_any_answer_but_a_full_grant_means_local_prefill(loads, reply):
-    loads.begin("d-1", _make_offer(), 300, TOKEN)
+    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     assert loads.claimed("d-1", reply)
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
 
 def test_a_request_stops_waiting_at_its_deadline(loads, clock):
-    loads.begin("d-1", _make_offer(), 300, TOKEN)
+    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     clock.now += TIMEOUT
     assert loads.available("d-1") == 0
 
@@ -98,7 +132,7 @@ def test_a_request_that_loads_or_has_loaded_never_asks_again(loads):
 
 
 def test_dropping_a_waiting_or_granted_request_releases_the_grant(loads):
-    first = loads.begin("d-1", _make_offer(), 300, TOKEN)
+    first = _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     second = _granted(loads, "d-2")
     assert loads.drop("d-1") == (ADDRESS, Release(TOKEN, "p-1", OTHER, first.claim))
     assert loads.drop("d-2") == (ADDRESS, Release(TOKEN, "p-1", OTHER, second.claim))
@@ -114,7 +148,7 @@ def test_dropping_a_load_under_way_releases_nothing(loads):
 
 
 def test_an_answer_after_the_request_was_dropped_is_ignored(loads):
-    loads.begin("d-1", _make_offer(), 300, TOKEN)
+    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     loads.drop("d-1")
     assert loads.claimed("d-1", GRANTED) is None
     assert loads.available("d-1") == 0
@@ -187,13 +221,13 @@ def test_a_load_under_way_is_not_given_back(loads, clock):
 
 
 def _begin_streaming(loads):
-    return loads.begin("d-1", _make_offer(tokens=None), 300, TOKEN)
+    return _begin(loads, "d-1", _make_offer(tokens=None), 300, TOKEN)
 
 
 def test_an_offer_that_streams_is_claimed_ahead_and_for_all_of_the_prompt(loads):
     claim = _begin_streaming(loads)
     assert (claim.ahead, claim.tokens, claim.token_hash) == (True, 300, TOKEN)
-    assert not loads.begin("d-2", _make_offer(), 300, TOKEN).ahead
+    assert not _begin(loads, "d-2", _make_offer(), 300, TOKEN).ahead
 
 
 def test_a_request_waits_for_a_prefill_as_long_as_the_producer_has_it(loads, clock):

@@ -96,6 +96,8 @@ class Core:
         return self.half._consumer._loads._loads if self.half._consumer else {}
 
     def load_state(self, request: str) -> str:
+        if self.half._consumer and request in self.half._consumer._loads._expected:
+            return "load:expected"
         load = self.loads.get(request)
         return f"load:{load.state.name.lower()}" if load else "load:none"
 
@@ -212,7 +214,7 @@ class Core:
         left: dict[str, Any] = {
             "requests": {name: request.status.name for name, request in self.requests.items()},
             "grants": [*self.grants, *self.open_grants],
-            "loads": list(self.loads),
+            "loads": [*self.loads, *(self.half._consumer._loads._expected if self.half._consumer else ())],
             "claims": list(self._client.pending) if self._client else [],
             "blocks": set(self.pool.users) - set(self.pool.free),
             **{worker.name: worker.unrest() for worker in self.workers},

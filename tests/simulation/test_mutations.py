@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from kvferry.protocol.grants import GONE, Grants
+from kvferry.protocol.loads import Loads
 from kvferry.protocol.messages import Granted, Held, Released
 from kvferry.transport.reader import Reader
 from kvferry.vllm.progress import Progress
@@ -115,7 +116,20 @@ def an_open_grant_is_vouched_for() -> AbstractContextManager:
     return patch.object(Grants, "_ack", acknowledge)
 
 
+def claims_outlive_their_requests() -> AbstractContextManager:
+    """An offer is claimed for whoever it came with, also when that has been aborted meanwhile."""
+    original = Loads.begin
+
+    def begin(self, request, *offered):
+        if request not in self._expected:
+            self.expect(request)
+        return original(self, request, *offered)
+
+    return patch.object(Loads, "begin", begin)
+
+
 MUTATIONS = (
+    claims_outlive_their_requests,
     claims_are_not_checked,
     nonces_are_not_checked,
     acknowledgements_are_not_verified,

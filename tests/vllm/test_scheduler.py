@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.errors import SideChannelError
-from kvferry.protocol.messages import Ack, Held
+from kvferry.protocol.messages import Ack, Held, Offer
 from kvferry.sidechannel.client import Client
 from kvferry.vllm import scheduler as module
 from kvferry.vllm.metrics import TransferStats
@@ -168,8 +168,31 @@ def test_parameters_used_with_another_prompt_load_nothing_and_free_the_blocks(ma
     _, params = _prefill(producer)
     request = _make_request("d-1", params, prompt)
     consumer.on_new_request(request)
-    assert consumer.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert _matched(consumer, request) == (0, False)
     assert _released(producer) == ["p-1"]
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["waits", "aborted"])
+def test_offers_are_read_while_the_engines_thread_goes_on(make_half, monkeypatch, aborted):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    request = _make_request("d-1", _prefill(producer)[1])
+    reading, go_on, read = threading.Event(), threading.Event(), Offer.from_params
+
+    def slowly(*args):
+        reading.set()
+        assert go_on.wait(DEADLINE_S)
+        return read(*args)
+
+    monkeypatch.setattr(Offer, "from_params", slowly)
+    consumer.on_new_request(request)
+    assert reading.wait(DEADLINE_S)
+    assert consumer.get_num_new_matched_tokens(request, 0) == (None, False)
+    if aborted:
+        consumer.request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([],))
+    go_on.set()
+    if aborted:
+        assert _released(producer) == ["p-1"]
+    assert _matched(consumer, request) == ((0, False) if aborted else (300, True))
 
 
 def test_a_request_aborted_before_it_was_scheduled_frees_the_producers_blocks(make_half):
@@ -303,8 +326,10 @@ def test_an_offer_that_is_not_believed_is_counted_and_logged_with_its_request(
 ):
     producer, consumer = make_half("kv_producer"), make_half("kv_consumer", pp=2)
     _, params = _prefill(producer)
+    request = _make_request("d-1", {**params, **change}, prompt)
     with caplog.at_level("INFO", logger="kvferry"):
-        consumer.on_new_request(_make_request("d-1", {**params, **change}, prompt))
+        consumer.on_new_request(request)
+        assert _matched(consumer, request) == (0, False)
     assert _stats(consumer, "recomputed") == {reason: 1}
     incarnation = params["kvferry"]["incarnation"][:8]
     at = f"from {incarnation} tp1pp1dp0 at 127.0.0.1:{params['remote_port']} to tp1pp2dp0"
@@ -399,7 +424,7 @@ def test_parameters_that_mean_nothing_are_computed_locally(make_half, params):
     half = make_half("kv_consumer")
     request = _make_request("d-1", params)
     half.on_new_request(request)
-    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert _matched(half, request) == (0, False)
 
 
 def test_a_producer_that_never_answers_costs_the_claim_timeout(make_half):
@@ -430,6 +455,8 @@ def test_the_workers_are_told_once_of_a_producer_that_is_new(make_half):
     sighted = []
     for number in range(2):
         _, params = _prefill(producer, f"p-{number}", list(range(number, 300 + number)))
-        consumer.on_new_request(_make_request(f"d-{number}", params, list(range(number, 300 + number))))
+        request = _make_request(f"d-{number}", params, list(range(number, 300 + number)))
+        consumer.on_new_request(request)
+        assert _matched(consumer, request) == (300, True)
         sighted += consumer.build_connector_meta(None).sighted
     assert sighted == [(producer._producer.address, params["kvferry"]["incarnation"])]

@@ -1,8 +1,9 @@
 """The consumer's side, per engine core: which requests claim, hold and load remote KV caches.
 
-    CLAIMING -> GRANTED -> LOADING -> forgotten
-        |          |
-        +----------+-----> forgotten: GONE, deadline, abort, or found locally. The request is computed here.
+    EXPECTED -> CLAIMING -> GRANTED -> LOADING -> forgotten
+        |           |          |
+        +-----------+----------+-----> forgotten: refused, GONE, deadline, abort, or found locally. The request is
+                                       computed here.
 
 One load per request: once it is forgotten (done or failed), the request never asks for remote KV again.
 """
@@ -59,7 +60,7 @@ class Load:
 
     Attributes:
         message: this load's own acceptance of the offer.
-        deadline: until when an answer to the claim is awaited, on this process's clock.
+        deadline: until when the request waits for an answer to the claim, on this process's clock.
         grant: the producer's answer.
         renew_at: when the lease is to be prolonged next.
         give_back_at: until when the grant may wait for blocks here.
@@ -100,7 +101,7 @@ class Loads:
     Args:
         consumer: incarnation of this engine core.
         readers: names of its workers.
-        claim_timeout: seconds to wait for the answer to a claim.
+        claim_timeout: seconds that a request waits for the answer to its claim.
         hold_timeout: seconds that a grant may wait for blocks here. Two engines that each hold what the other waits to
             load would otherwise renew each other's grants for ever, and neither would have a block to load into.
         clock: monotonic seconds.
@@ -119,6 +120,7 @@ class Loads:
         self._claim_timeout = claim_timeout
         self._hold_timeout = hold_timeout
         self._clock = clock
+        self._expected: dict[str, float] = {}  # requests whose offers are yet to be read: until when they wait
         self._loads: dict[str, Load] = {}
         self._timers: list[tuple[float, int, Load]] = []
         self._numbers = itertools.count()
@@ -126,15 +128,27 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, request: str, offer: Offer, tokens: int, token_hash: str) -> Claim:
-        """A request with an offer arrived; returns the claim to send to ``offer``'s address.
+    def expect(self, request: str) -> None:
+        """A request with an offer arrived that somebody is about to read."""
+        self._expected[request] = self._clock() + self._claim_timeout
+
+    def refuse(self, request: str) -> None:
+        """The offer of an expected request cannot be accepted."""
+        self._expected.pop(request, None)
+
+    def begin(self, request: str, offer: Offer, tokens: int, token_hash: str) -> Claim | None:
+        """The offer of an expected request is accepted; returns the claim to send to ``offer``'s address, None when the
+        request no longer waits for it.
 
         Args:
             tokens, token_hash: what is claimed: what the offer says, or where it says nothing all of the prompt.
         """
+        deadline = self._expected.pop(request, None)
+        if deadline is None:
+            return None
         names = (offer.incarnation, offer.request, offer.nonce, draw(), self._consumer)
         claim = Claim(*names, self._readers, tokens, token_hash, ahead=offer.tokens is None)
-        self._loads[request] = Load(request, offer, claim, self._clock() + self._claim_timeout)
+        self._loads[request] = Load(request, offer, claim, deadline)
         return claim
 
     def claimed(self, request: str, reply: Reply) -> Claim | str | None:
@@ -162,20 +176,21 @@ class Loads:
     def available(self, request: str) -> int | None:
         """Tokens from the first on that the request can load: 0 for none, None while that is not known yet."""
         load = self._loads.get(request)
-        if load is None or load.state is State.LOADING:
-            return 0
-        if load.state is State.GRANTED:
-            return 0 if load.lost else load.message.tokens
-        return None if self._clock() < load.deadline else 0
+        if load is None:
+            deadline = self._expected.get(request)
+        elif load.state is State.CLAIMING:
+            deadline = load.deadline
+        else:
+            return load.message.tokens if load.state is State.GRANTED and not load.lost else 0
+        return None if deadline is not None and self._clock() < deadline else 0
 
     def lost(self, request: str) -> Literal["late", "lost"] | None:
         """Why a request that waits has nothing to load: no answer came in time, or its grant is gone; else None."""
         load = self._loads.get(request)
-        if load is None or load.state is State.LOADING:
-            return None
-        if load.state is State.GRANTED:
-            return "lost" if load.lost else None
-        return "late" if self._clock() >= load.deadline else None
+        if load is not None and load.state is not State.CLAIMING:
+            return "lost" if load.state is State.GRANTED and load.lost else None
+        deadline = self._expected.get(request) if load is None else load.deadline
+        return "late" if deadline is not None and self._clock() >= deadline else None
 
     def start(self, request: str, local_blocks: list[list[int]], tokens: Span) -> Order | None:
         """The blocks to load into are there; returns the workers' order, None when nothing was ever granted.
@@ -206,6 +221,7 @@ class Loads:
 
         Workers that follow a prefill still under way are told so by its producer, which is told now.
         """
+        self._expected.pop(request, None)  # whoever reads its offer will find that it does not wait
         load = self._loads.get(request)
         if load is None:
             return None

@@ -114,6 +114,10 @@ class Client:
         if not self._thread.call(self._send, address, encode(message), timeout, on_reply):
             self._call(on_reply, None)
 
+    def call(self, function: Callable[..., object], *args: object) -> bool:
+        """Have a function called on the client's thread, from any thread, in order; False if it never will be."""
+        return self._thread.call(function, *args)
+
     def wake(self) -> None:
         """Have ``tick`` called soon, from any thread."""
         self._thread.call(self._thread.tick)

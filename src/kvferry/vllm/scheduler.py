@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -292,38 +293,63 @@ class Consumer:
         self._lock = threading.Lock()
         self._client = edges.connect("kvferry-claims", self._tick)
         self._sighted: set[str] = set()
-        self._unsaid: list[tuple[Address, str]] = []
+        self._unsaid: deque[tuple[Address, str]] = deque()
         self._warned = False
 
     def arrived(self, request: EngineRequest) -> None:
-        """A request with ``do_remote_prefill``: claim its offer, whatever the scheduler does with it meanwhile."""
-        try:
-            params = request.kv_transfer_params or {}
-            known = None if PARAMS_KEY in params else Offer.of_identity(params, request.request_id, self._seal)
-            offer = known or Offer.from_params(params, self._seal)
-        except ParamsError as error:
-            self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
+        """A request with ``do_remote_prefill``: its offer is read and claimed on the client's thread, whatever the
+        scheduler does with it meanwhile.
+        """
+        with self._lock:
+            self._loads.expect(request.request_id)
+        self._client.call(self._claim, request, self._clock())
+
+    def _claim(self, request: EngineRequest, since: float) -> None:
+        request_id = request.request_id
+        read = self._read(request)
+        if read is None:
+            with self._lock:
+                self._loads.refuse(request_id)
             return
-        subject = Subject(request.request_id, self._layout, offer)
-        tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
-        token_hash = identity_of(request, tokens)
-        if token_hash is None or offer.token_hash not in (None, token_hash):
-            self._refuse(subject, "prompt", "the offered KV cache was computed from another prompt")
-            self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
+        offer = read[0]
+        with self._lock:
+            claim = self._loads.begin(request_id, *read)
+        if claim is None:
+            self._decline(offer)
             return
         if offer.incarnation not in self._sighted:
             if len(self._sighted) == MOST_SIGHTED:
                 self._sighted.clear()
             self._sighted.add(offer.incarnation)
             self._unsaid.append((offer.address, offer.incarnation))
-        with self._lock:
-            claim = self._loads.begin(request.request_id, offer, tokens, token_hash)
-        self._send(_Asked(subject, offer.address, claim, self._clock(), request.trace_headers))
+        subject = Subject(request_id, self._layout, offer)
+        self._send(_Asked(subject, offer.address, claim, since, request.trace_headers))
+
+    def _read(self, request: EngineRequest) -> tuple[Offer, int, str] | None:
+        """What a request is offered, how many tokens of it to claim, and their identity; None where it is refused."""
+        try:
+            params = request.kv_transfer_params or {}
+            known = None if PARAMS_KEY in params else Offer.of_identity(params, request.request_id, self._seal)
+            offer = known or Offer.from_params(params, self._seal)
+        except ParamsError as error:
+            self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
+            return None
+        tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
+        token_hash = identity_of(request, tokens)
+        if token_hash is None or offer.token_hash not in (None, token_hash):
+            why = "the offered KV cache was computed from another prompt"
+            self._refuse(Subject(request.request_id, self._layout, offer), "prompt", why)
+            self._decline(offer)
+            return None
+        return offer, tokens, token_hash
+
+    def _decline(self, offer: Offer) -> None:
+        """Nobody here will claim it: its producer need not wait."""
+        self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
 
     def take_sighted(self) -> list[tuple[Address, str]]:
         """Producers heard of for the first time since the last call."""
-        unsaid, self._unsaid = self._unsaid, []
-        return unsaid
+        return [self._unsaid.popleft() for _ in range(len(self._unsaid))]
 
     def _send(self, asked: _Asked) -> None:
         timeout = self._settings.claim_timeout + (WAIT_S if asked.claim.ahead else 0.0)
