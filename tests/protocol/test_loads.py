@@ -35,13 +35,12 @@ def loads(clock):
 
 
 def _begin(loads, request, *offered):
-    loads.expect(request)
-    return loads.begin(request, *offered)
+    return loads.begin(loads.expect(request), *offered)
 
 
 def _granted(loads, name="d-1", **offer):
     claim = _begin(loads, name, _make_offer(**offer), 300, TOKEN)
-    loads.claimed(name, GRANTED)
+    loads.claimed(name, claim.claim, GRANTED)
     return claim
 
 
@@ -58,35 +57,35 @@ def test_each_request_claims_under_a_name_of_its_own(loads):
 
 
 def test_a_request_waits_until_the_producer_answers(loads):
-    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
+    claim = _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     assert loads.available("d-1") is None
-    assert loads.claimed("d-1", GRANTED) is None
+    assert loads.claimed("d-1", claim.claim, GRANTED) is None
     assert loads.available("d-1") == 300
 
 
 def test_a_request_waits_while_its_offer_is_read(loads):
-    loads.expect("d-1")
+    expected = loads.expect("d-1")
     assert loads.available("d-1") is None
-    loads.refuse("d-1")
+    loads.refuse(expected)
     assert loads.available("d-1") == 0
 
 
 def test_a_request_whose_offer_is_not_read_in_time_is_late_and_never_claims(loads, clock):
-    loads.expect("d-1")
+    expected = loads.expect("d-1")
     assert loads.lost("d-1") is None
     clock.now += TIMEOUT
     assert loads.available("d-1") == 0
     assert loads.lost("d-1") == "late"
     assert loads.drop("d-1") is None
-    assert loads.begin("d-1", _make_offer(), 300, TOKEN) is None
+    assert loads.begin(expected, _make_offer(), 300, TOKEN) is None
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
 
 def test_reading_an_offer_is_part_of_the_time_that_a_request_waits_for_an_answer(loads, clock):
-    loads.expect("d-1")
+    expected = loads.expect("d-1")
     clock.now += TIMEOUT / 2
-    assert loads.begin("d-1", _make_offer(), 300, TOKEN)
+    assert loads.begin(expected, _make_offer(), 300, TOKEN)
     clock.now += TIMEOUT / 2
     assert loads.available("d-1") == 0
 
@@ -97,8 +96,8 @@ def test_a_request_without_an_offer_has_nothing_to_load(loads):
 
 @pytest.mark.parametrize("reply", [Gone("released"), None, Held(), Granted([[3]], 299, TTL, ready=299)])
 def test_any_answer_but_a_full_grant_means_local_prefill(loads, reply):
-    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
-    assert loads.claimed("d-1", reply)
+    claim = _begin(loads, "d-1", _make_offer(), 300, TOKEN)
+    assert loads.claimed("d-1", claim.claim, reply)
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
@@ -148,9 +147,26 @@ def test_dropping_a_load_under_way_releases_nothing(loads):
 
 
 def test_an_answer_after_the_request_was_dropped_is_ignored(loads):
-    _begin(loads, "d-1", _make_offer(), 300, TOKEN)
+    claim = _begin(loads, "d-1", _make_offer(), 300, TOKEN)
     loads.drop("d-1")
-    assert loads.claimed("d-1", GRANTED) is None
+    assert loads.claimed("d-1", claim.claim, GRANTED) is None
+    assert loads.available("d-1") == 0
+
+
+def test_a_request_under_the_name_of_one_that_was_dropped_is_another(loads):
+    """With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION names are the clients', who may use them again."""
+    expected = loads.expect("d-1")
+    loads.drop("d-1")
+    again = loads.expect("d-1")
+    assert loads.begin(expected, _make_offer("p-1"), 300, TOKEN) is None
+    loads.refuse(expected)
+    earlier = loads.begin(again, _make_offer("p-2"), 300, TOKEN)
+    loads.drop("d-1")
+    claim = _begin(loads, "d-1", _make_offer("p-3"), 300, TOKEN)
+    assert loads.claimed("d-1", earlier.claim, GRANTED) is None
+    assert loads.unanswered("d-1", earlier.claim) is None
+    assert loads.available("d-1") is None
+    assert loads.unanswered("d-1", claim.claim) == (ADDRESS, Release(TOKEN, "p-3", OTHER, claim.claim))
     assert loads.available("d-1") == 0
 
 
@@ -234,7 +250,7 @@ def test_a_request_waits_for_a_prefill_as_long_as_the_producer_has_it(loads, clo
     claim = _begin_streaming(loads)
     for _ in range(5):
         clock.now += TIMEOUT - 1
-        assert loads.claimed("d-1", Waiting(known=True)) == claim, "ask again"
+        assert loads.claimed("d-1", claim.claim, Waiting(known=True)) == claim, "ask again"
         assert loads.available("d-1") is None
     clock.now += TIMEOUT
     assert loads.available("d-1") == 0
@@ -243,17 +259,17 @@ def test_a_request_waits_for_a_prefill_as_long_as_the_producer_has_it(loads, clo
 def test_a_request_does_not_wait_longer_than_its_deadline_for_a_prefill_that_nobody_knows(loads, clock):
     claim = _begin_streaming(loads)
     clock.now += TIMEOUT - 1
-    assert loads.claimed("d-1", Waiting(known=False)) == claim
+    assert loads.claimed("d-1", claim.claim, Waiting(known=False)) == claim
     clock.now += 1
-    assert "did not come" in loads.claimed("d-1", Waiting(known=False))
+    assert "did not come" in loads.claimed("d-1", claim.claim, Waiting(known=False))
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
 
 def test_blocks_are_wanted_before_the_prefill_has_ended(loads):
-    _begin_streaming(loads)
+    claim = _begin_streaming(loads)
     begun = Granted([[3]], 300, TTL, ready=0)
-    assert loads.claimed("d-1", begun) is None
+    assert loads.claimed("d-1", claim.claim, begun) is None
     assert loads.available("d-1") == 300
     assert loads.start("d-1", [[7, 8, 9]], Span(0, 300)).grant == begun
 
@@ -261,7 +277,7 @@ def test_blocks_are_wanted_before_the_prefill_has_ended(loads):
 def test_giving_up_a_prefill_that_is_followed_tells_its_producer(loads):
     """Its workers follow it until the producer says that it is gone."""
     claim = _begin_streaming(loads)
-    loads.claimed("d-1", Granted([[3]], 300, TTL, ready=0))
+    loads.claimed("d-1", claim.claim, Granted([[3]], 300, TTL, ready=0))
     loads.start("d-1", [[7, 8, 9]], Span(0, 300))
     assert loads.drop("d-1") == (ADDRESS, Release(TOKEN, "p-1", OTHER, claim.claim))
     assert len(loads) == 1

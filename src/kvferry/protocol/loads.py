@@ -95,6 +95,14 @@ class Load:
         return offer.address, Release(offer.incarnation, offer.request, offer.nonce, self.claim)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """A request whose offer is yet to be read; it waits until ``deadline``."""
+
+    request: str
+    deadline: float
+
+
 class Loads:
     """All loads of one engine core. Not thread-safe: the caller holds a lock.
 
@@ -120,7 +128,7 @@ class Loads:
         self._claim_timeout = claim_timeout
         self._hold_timeout = hold_timeout
         self._clock = clock
-        self._expected: dict[str, float] = {}  # requests whose offers are yet to be read: until when they wait
+        self._expected: dict[str, Expected] = {}
         self._loads: dict[str, Load] = {}
         self._timers: list[tuple[float, int, Load]] = []
         self._numbers = itertools.count()
@@ -128,35 +136,37 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def expect(self, request: str) -> None:
+    def expect(self, request: str) -> Expected:
         """A request with an offer arrived that somebody is about to read."""
-        self._expected[request] = self._clock() + self._claim_timeout
+        expected = self._expected[request] = Expected(request, self._clock() + self._claim_timeout)
+        return expected
 
-    def refuse(self, request: str) -> None:
-        """The offer of an expected request cannot be accepted."""
-        self._expected.pop(request, None)
+    def refuse(self, expected: Expected) -> bool:
+        """Its offer cannot be accepted, or is accepted now; whether it still waited for that."""
+        waits = self._expected.get(expected.request) is expected
+        if waits:
+            del self._expected[expected.request]
+        return waits
 
-    def begin(self, request: str, offer: Offer, tokens: int, token_hash: str) -> Claim | None:
-        """The offer of an expected request is accepted; returns the claim to send to ``offer``'s address, None when the
-        request no longer waits for it.
+    def begin(self, expected: Expected, offer: Offer, tokens: int, token_hash: str) -> Claim | None:
+        """Accept an offer; returns the claim to send to its address, None when the request no longer waits for it.
 
         Args:
             tokens, token_hash: what is claimed: what the offer says, or where it says nothing all of the prompt.
         """
-        deadline = self._expected.pop(request, None)
-        if deadline is None:
+        if not self.refuse(expected):
             return None
         names = (offer.incarnation, offer.request, offer.nonce, draw(), self._consumer)
         claim = Claim(*names, self._readers, tokens, token_hash, ahead=offer.tokens is None)
-        self._loads[request] = Load(request, offer, claim, deadline)
+        self._loads[expected.request] = Load(expected.request, offer, claim, expected.deadline)
         return claim
 
-    def claimed(self, request: str, reply: Reply) -> Claim | str | None:
+    def claimed(self, request: str, claim: str, reply: Reply) -> Claim | str | None:
         """The answer to a claim came; returns the claim if it is to be sent again, why there is nothing to load if
         there is nothing, None if there is.
         """
-        load = self._loads.get(request)
-        if load is None or load.state is not State.CLAIMING:
+        load = self._claiming(request, claim)
+        if load is None:
             return None
         now = self._clock()
         if isinstance(reply, Waiting):
@@ -173,24 +183,30 @@ class Loads:
         del self._loads[request]
         return reply.reason if isinstance(reply, Gone) else "no valid answer to the claim"
 
+    def unanswered(self, request: str, claim: str) -> tuple[Address, Release] | None:
+        """No answer to a claim came; what to send where, for it may have arrived all the same."""
+        return self.drop(request) if self._claiming(request, claim) else None
+
+    def _claiming(self, request: str, claim: str) -> Load | None:
+        """The load that waits for the answer to this claim, if one does: another request may have its name by now."""
+        load = self._loads.get(request)
+        return load if load is not None and load.state is State.CLAIMING and load.claim == claim else None
+
     def available(self, request: str) -> int | None:
         """Tokens from the first on that the request can load: 0 for none, None while that is not known yet."""
         load = self._loads.get(request)
-        if load is None:
-            deadline = self._expected.get(request)
-        elif load.state is State.CLAIMING:
-            deadline = load.deadline
-        else:
+        if load is not None and load.state is not State.CLAIMING:
             return load.message.tokens if load.state is State.GRANTED and not load.lost else 0
-        return None if deadline is not None and self._clock() < deadline else 0
+        waits = load or self._expected.get(request)
+        return None if waits and self._clock() < waits.deadline else 0
 
     def lost(self, request: str) -> Literal["late", "lost"] | None:
         """Why a request that waits has nothing to load: no answer came in time, or its grant is gone; else None."""
         load = self._loads.get(request)
         if load is not None and load.state is not State.CLAIMING:
             return "lost" if load.state is State.GRANTED and load.lost else None
-        deadline = self._expected.get(request) if load is None else load.deadline
-        return "late" if deadline is not None and self._clock() >= deadline else None
+        waits = load or self._expected.get(request)
+        return "late" if waits and self._clock() >= waits.deadline else None
 
     def start(self, request: str, local_blocks: list[list[int]], tokens: Span) -> Order | None:
         """The blocks to load into are there; returns the workers' order, None when nothing was ever granted.

@@ -18,7 +18,7 @@ from kvferry.geometry import EngineLayout, Span, compatibility, layout_label
 from kvferry.protocol.authentication import SECRET_VARIABLE, Seal
 from kvferry.protocol.grants import Grants
 from kvferry.protocol.identity import draw, token_identity
-from kvferry.protocol.loads import Loads, Order
+from kvferry.protocol.loads import Expected, Loads, Order
 from kvferry.protocol.messages import (
     PARAMS_KEY,
     WAIT_S,
@@ -301,19 +301,18 @@ class Consumer:
         scheduler does with it meanwhile.
         """
         with self._lock:
-            self._loads.expect(request.request_id)
-        self._client.call(self._claim, request, self._clock())
+            expected = self._loads.expect(request.request_id)
+        self._client.call(self._claim, request, expected, self._clock())
 
-    def _claim(self, request: EngineRequest, since: float) -> None:
-        request_id = request.request_id
+    def _claim(self, request: EngineRequest, expected: Expected, since: float) -> None:
         read = self._read(request)
         if read is None:
             with self._lock:
-                self._loads.refuse(request_id)
+                self._loads.refuse(expected)
             return
         offer = read[0]
         with self._lock:
-            claim = self._loads.begin(request_id, *read)
+            claim = self._loads.begin(expected, *read)
         if claim is None:
             self._decline(offer)
             return
@@ -322,7 +321,7 @@ class Consumer:
                 self._sighted.clear()
             self._sighted.add(offer.incarnation)
             self._unsaid.append((offer.address, offer.incarnation))
-        subject = Subject(request_id, self._layout, offer)
+        subject = Subject(request.request_id, self._layout, offer)
         self._send(_Asked(subject, offer.address, claim, since, request.trace_headers))
 
     def _read(self, request: EngineRequest) -> tuple[Offer, int, str] | None:
@@ -356,11 +355,10 @@ class Consumer:
         self._client.send(asked.address, asked.claim, timeout, partial(self._claimed, asked))
 
     def _claimed(self, asked: _Asked, reply: Reply | None) -> None:
-        request_id, seconds = asked.subject.request, self._clock() - asked.since
+        which, seconds = (asked.subject.request, asked.claim.claim), self._clock() - asked.since
         with self._lock:
-            # Without an answer the claim may have arrived all the same.
-            dropped = self._loads.drop(request_id) if reply is None else None
-            why = self._loads.claimed(request_id, reply) if reply is not None else None
+            dropped = self._loads.unanswered(*which) if reply is None else None
+            why = self._loads.claimed(*which, reply) if reply is not None else None
         if isinstance(why, Claim):
             self._send(asked)
             return
