@@ -66,7 +66,7 @@ def test_a_request_waits_until_the_producer_answers(loads):
 def test_a_request_waits_while_its_offer_is_read(loads):
     expected = loads.expect("d-1")
     assert loads.available("d-1") is None
-    loads.refuse(expected)
+    loads.read(expected)
     assert loads.available("d-1") == 0
 
 
@@ -159,7 +159,7 @@ def test_a_request_under_the_name_of_one_that_was_dropped_is_another(loads):
     loads.drop("d-1")
     again = loads.expect("d-1")
     assert loads.begin(expected, _make_offer("p-1"), 300, TOKEN) is None
-    loads.refuse(expected)
+    loads.read(expected)
     earlier = loads.begin(again, _make_offer("p-2"), 300, TOKEN)
     loads.drop("d-1")
     claim = _begin(loads, "d-1", _make_offer("p-3"), 300, TOKEN)

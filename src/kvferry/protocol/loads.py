@@ -141,8 +141,8 @@ class Loads:
         expected = self._expected[request] = Expected(request, self._clock() + self._claim_timeout)
         return expected
 
-    def refuse(self, expected: Expected) -> bool:
-        """Its offer cannot be accepted, or is accepted now; whether it still waited for that."""
+    def read(self, expected: Expected) -> bool:
+        """Its offer has been read; whether the request still waited for that."""
         waits = self._expected.get(expected.request) is expected
         if waits:
             del self._expected[expected.request]
@@ -154,7 +154,7 @@ class Loads:
         Args:
             tokens, token_hash: what is claimed: what the offer says, or where it says nothing all of the prompt.
         """
-        if not self.refuse(expected):
+        if not self.read(expected):
             return None
         names = (offer.incarnation, offer.request, offer.nonce, draw(), self._consumer)
         claim = Claim(*names, self._readers, tokens, token_hash, ahead=offer.tokens is None)

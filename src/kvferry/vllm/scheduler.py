@@ -308,7 +308,7 @@ class Consumer:
         read = self._read(request)
         if read is None:
             with self._lock:
-                self._loads.refuse(expected)
+                self._loads.read(expected)
             return
         offer = read[0]
         with self._lock:
