@@ -4,6 +4,7 @@ import os
 import queue
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -31,7 +32,7 @@ def _burst(thread: LoopThread, calls: int) -> int:
     sys.setswitchinterval(A_TURN_S)  # another thread runs only if this one lets go of the interpreter by itself
     try:
         for number in range(calls):
-            thread.call(ran.append, number)
+            thread.call(partial(ran.append, number))
         meanwhile = len(ran)
     finally:
         sys.setswitchinterval(interval)
@@ -57,15 +58,15 @@ def test_the_thread_takes_no_core_from_whoever_wakes_it(thread):
 
 def test_calls_before_the_end_are_made_and_calls_after_it_refused(thread):
     ran = []
-    assert all(thread.call(ran.append, number) for number in range(100))
+    assert all(thread.call(partial(ran.append, number)) for number in range(100))
     thread.close()
     assert ran == list(range(100))
-    assert not thread.call(ran.append, 100)
+    assert not thread.call(partial(ran.append, 100))
 
 
 def test_a_call_that_raises_hinders_no_other(thread, caplog):
     done = threading.Event()
-    thread.call(int, "no number")
+    thread.call(partial(int, "no number"))
     thread.call(done.set)
     assert done.wait(DEADLINE_S)
     assert "no number" in caplog.text

@@ -174,8 +174,8 @@ class Client:
         self._world.at(timeout, lambda: self._end(number, None), self._party)
         self.wake()
 
-    def call(self, function: Callable[..., object], *args: object) -> bool:
-        self._world.at(self._world.soon(LONGEST_TURN_S), lambda: function(*args), self._party)
+    def call(self, function: Callable[[], None]) -> bool:
+        self._world.at(self._world.soon(LONGEST_TURN_S), function, self._party)
         return True
 
     def wake(self) -> None:

@@ -97,9 +97,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expected:
-    """A request whose offer is yet to be read; it waits until ``deadline``."""
+    """A request whose offer is yet to be read; it waits from ``since`` until ``deadline``."""
 
     request: str
+    since: float
     deadline: float
 
 
@@ -138,7 +139,8 @@ class Loads:
 
     def expect(self, request: str) -> Expected:
         """A request with an offer arrived that somebody is about to read."""
-        expected = self._expected[request] = Expected(request, self._clock() + self._claim_timeout)
+        now = self._clock()
+        expected = self._expected[request] = Expected(request, now, now + self._claim_timeout)
         return expected
 
     def read(self, expected: Expected) -> bool:

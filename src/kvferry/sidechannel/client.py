@@ -7,6 +7,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, cast
 
 from kvferry.errors import MessageError
@@ -111,12 +112,12 @@ class Client:
 
     def send(self, address: Address, message: Request, timeout: float, on_reply: OnReply) -> None:
         """Send ``message``; ``on_reply`` is called exactly once, within ``timeout`` seconds."""
-        if not self._thread.call(self._send, address, encode(message), timeout, on_reply):
+        if not self._thread.call(partial(self._send, address, encode(message), timeout, on_reply)):
             self._call(on_reply, None)
 
-    def call(self, function: Callable[..., object], *args: object) -> bool:
+    def call(self, function: Callable[[], object]) -> bool:
         """Have a function called on the client's thread, from any thread, in order; False if it never will be."""
-        return self._thread.call(function, *args)
+        return self._thread.call(function)
 
     def wake(self) -> None:
         """Have ``tick`` called soon, from any thread."""

@@ -67,7 +67,7 @@ class LoopThread:
         self._at_end = at_end
         self._failed = False
         self._timer: asyncio.Handle = self.loop.call_soon(self._tick_now)
-        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rung = False
         self.loop.add_reader(self._bell, self._take_calls)
@@ -81,15 +81,15 @@ class LoopThread:
         self._tasks = [self.loop.create_task(task) for task in tasks]
         self._thread.start()
 
-    def call(self, function: Callable[..., object], *args: object) -> bool:
+    def call(self, function: Callable[[], object]) -> bool:
         """Have a function called on the thread, from any thread, in order; False if it never will be: closed."""
         with self._lock:  # so that nothing comes in behind the call that stops the loop
             if not self._closed:
-                self._put(function, *args)
+                self._put(function)
             return not self._closed
 
-    def _put(self, function: Callable[..., object], *args: object) -> None:
-        self._calls.append((function, args))
+    def _put(self, function: Callable[[], object]) -> None:
+        self._calls.append(function)
         if not self._rung:
             self._rung = True
             _ring(self._bell, 1)
@@ -98,8 +98,7 @@ class LoopThread:
         os.eventfd_read(self._bell)
         self._rung = False  # first: who comes from now on rings again
         for _ in range(len(self._calls)):
-            function, args = self._calls.popleft()
-            self.loop.call_soon(function, *args)
+            self.loop.call_soon(self._calls.popleft())
 
     def close(self) -> None:
         """Stop, and wait for that. Safe to call twice."""

@@ -269,7 +269,7 @@ class Listener:
             return
         peer.proven, peer.deadline = True, None
         self._strangers.pop(peer, None)
-        respond = partial(self._thread.call, self._respond, peer, frame.sender, frame.number)
+        respond = partial(self._respond_later, peer, frame.sender, frame.number)
         try:
             reply = self._answer(message, respond)
         except Exception:
@@ -277,6 +277,9 @@ class Listener:
             return
         if reply is not None:
             self._respond(peer, frame.sender, frame.number, reply)
+
+    def _respond_later(self, peer: _Peer, sender: bytes, number: int, reply: bytes) -> None:
+        self._thread.call(partial(self._respond, peer, sender, number, reply))
 
     def _respond(self, peer: _Peer, sender: bytes, number: int, reply: bytes) -> None:
         if peer not in self._peers:

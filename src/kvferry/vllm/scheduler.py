@@ -292,6 +292,7 @@ class Consumer:
         self._loads = Loads(incarnation, readers, settings.claim_timeout, settings.hold_timeout, edges.clock)
         self._lock = threading.Lock()
         self._client = edges.connect("kvferry-claims", self._tick)
+        self._arrivals: deque[tuple[EngineRequest, Expected]] = deque()
         self._sighted: set[str] = set()
         self._unsaid: deque[tuple[Address, str]] = deque()
         self._warned = False
@@ -302,9 +303,11 @@ class Consumer:
         """
         with self._lock:
             expected = self._loads.expect(request.request_id)
-        self._client.call(self._claim, request, expected, self._clock())
+        self._arrivals.append((request, expected))
+        self._client.call(self._claim_next)
 
-    def _claim(self, request: EngineRequest, expected: Expected, since: float) -> None:
+    def _claim_next(self) -> None:
+        request, expected = self._arrivals.popleft()
         read = self._read(request)
         if read is None:
             with self._lock:
@@ -322,7 +325,7 @@ class Consumer:
             self._sighted.add(offer.incarnation)
             self._unsaid.append((offer.address, offer.incarnation))
         subject = Subject(request.request_id, self._layout, offer)
-        self._send(_Asked(subject, offer.address, claim, since, request.trace_headers))
+        self._send(_Asked(subject, offer.address, claim, expected.since, request.trace_headers))
 
     def _read(self, request: EngineRequest) -> tuple[Offer, int, str] | None:
         """What a request is offered, how many tokens of it to claim, and their identity; None where it is refused."""
