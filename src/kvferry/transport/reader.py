@@ -22,11 +22,9 @@ from kvferry.geometry import memory_regions as regions_of
 from kvferry.protocol.loads import Order
 from kvferry.protocol.messages import WAIT_S, Ack, Address, Follow, Gone, Granted, Held, Hello, Reply, Request, Welcome
 from kvferry.protocol.subject import Subject
-from kvferry.transport.nixl import Agent, Read
+from kvferry.transport.nixl import POLL_S, Agent, Read
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.0005
 
 MOST_STRANGERS = 64
 """Peers that have not answered yet; beyond them nobody is met ahead of need. Anybody can make up addresses."""
