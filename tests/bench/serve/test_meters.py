@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.bench.serve.meters import between, by_instance, grown, parse
+from kvferry.bench.serve.meters import between, by_instance, grown, parse, read
 
 BEFORE = """
 # TYPE vllm:request_queue_time_seconds histogram
@@ -39,6 +39,10 @@ def test_what_was_not_there_before_began_with_nothing() -> None:
     assert legs["claim"].seconds == pytest.approx(0.25)
     assert set(legs) == {"queue", "claim"}
     assert moved == 100
+
+
+def test_nothing_is_said_to_have_moved_where_a_process_has_died() -> None:
+    assert between(parse(BEFORE), read({"decode": "http://127.0.0.1:9"})) == ({}, None)
 
 
 def test_processes_of_an_engine_are_added_up() -> None:

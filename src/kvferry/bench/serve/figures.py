@@ -24,7 +24,7 @@ class Row(msgspec.Struct, frozen=True):
     Attributes:
         latencies: by metric and ``median`` or a percentile's number, in milliseconds.
         cpu_s: processor seconds per request, of each engine, router, server.
-        moved: of all prompt tokens, those that came through the connector; None without one.
+        moved: of all prompt tokens, those that came through the connector; None without one, and where nobody knows.
         same: of the answers, those whose text is that of the plain engine; None where there is none to compare with.
         legs: mean milliseconds, over all rounds.
         load_average: of the machine at the end of each round, with what others ran on it.

@@ -29,23 +29,24 @@ MOVED = "vllm:external_prefix_cache_hits"
 
 
 class Said(NamedTuple):
-    """What ``/metrics`` of some processes said at a moment: sums and counts of ``LEGS``, and tokens moved."""
+    """What ``/metrics`` of ``processes`` said at a moment: sums and counts of ``LEGS``, and tokens moved."""
 
     legs: Mapping[str, tuple[float, float]]
     moved: float
+    processes: int = 1
 
 
 def read(urls: Mapping[str, str]) -> Said:
     """Ask each process, by name; one that does not answer has said nothing."""
     legs: dict[str, tuple[float, float]] = {}
-    moved = 0.0
+    moved, processes = 0.0, 0
     with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
         for name, url in urls.items():
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 one = parse(client.get(f"{url}/metrics").raise_for_status().text)
                 legs.update({f"{name}: {leg}": value for leg, value in one.legs.items()})
-                moved += one.moved
-    return Said(legs, moved)
+                moved, processes = moved + one.moved, processes + 1
+    return Said(legs, moved, processes)
 
 
 def parse(text: str) -> Said:
@@ -70,14 +71,14 @@ def parse(text: str) -> Said:
     return Said({leg: (total, count) for leg, (total, count) in sums.items()}, moved)
 
 
-def between(before: Said, after: Said) -> tuple[dict[str, Mean], int]:
-    """Means of what was observed between two moments, and tokens moved."""
+def between(before: Said, after: Said) -> tuple[dict[str, Mean], int | None]:
+    """Means of what was observed between two moments, and tokens moved; None where a process has died meanwhile."""
     legs = {}
     for leg, (total, count) in after.legs.items():
         total_before, count_before = before.legs.get(leg, (0.0, 0.0))
         if count > count_before:
             legs[leg] = Mean(int(count - count_before), (total - total_before) / (count - count_before))
-    return legs, int(after.moved - before.moved)
+    return legs, int(after.moved - before.moved) if after.processes >= before.processes else None
 
 
 def cpu_seconds(supervisor: Supervisor) -> dict[str, float]:

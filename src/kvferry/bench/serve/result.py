@@ -124,7 +124,7 @@ class LoadRun(msgspec.Struct, frozen=True):
         cpu_s: processor time of each process, the program that asks (``client``) included.
         legs: parts of requests, by who measured them and what: see ``meters.LEGS``.
         moved_tokens: prompt tokens that came through the decode engine's connector, by its own count; None where there
-            is no connector.
+            is no connector, and where an engine has died and can say nothing.
         load_average: of the machine, at the end.
         complete: all requests were sent and answered, or failed.
     """
