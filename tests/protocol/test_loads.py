@@ -3,6 +3,7 @@
 import pytest
 
 from kvferry.geometry import Span
+from kvferry.protocol.identity import draw
 from kvferry.protocol.loads import Loads
 from kvferry.protocol.messages import Gone, Granted, Held, Offer, Release, Renew, Renewed, Waiting
 
@@ -34,8 +35,8 @@ def loads(clock):
     return Loads(CONSUMER, ["pp0tp0", "pp1tp0"], TIMEOUT, HOLD, clock)
 
 
-def _begin(loads, request, *offered):
-    return loads.begin(loads.expect(request), *offered)
+def _begin(loads, request, offer, tokens, token_hash):
+    return loads.begin(loads.expect(request), offer, draw(), tokens, token_hash)
 
 
 def _granted(loads, name="d-1", **offer):
@@ -66,7 +67,7 @@ def test_a_request_waits_until_the_producer_answers(loads):
 def test_a_request_waits_while_its_offer_is_read(loads):
     expected = loads.expect("d-1")
     assert loads.available("d-1") is None
-    loads.read(expected)
+    loads.settle(expected)
     assert loads.available("d-1") == 0
 
 
@@ -77,7 +78,7 @@ def test_a_request_whose_offer_is_not_read_in_time_is_late_and_never_claims(load
     assert loads.available("d-1") == 0
     assert loads.lost("d-1") == "late"
     assert loads.drop("d-1") is None
-    assert loads.begin(expected, _make_offer(), 300, TOKEN) is None
+    assert loads.begin(expected, _make_offer(), draw(), 300, TOKEN) is None
     assert loads.available("d-1") == 0
     assert len(loads) == 0
 
@@ -85,7 +86,7 @@ def test_a_request_whose_offer_is_not_read_in_time_is_late_and_never_claims(load
 def test_reading_an_offer_is_part_of_the_time_that_a_request_waits_for_an_answer(loads, clock):
     expected = loads.expect("d-1")
     clock.now += TIMEOUT / 2
-    assert loads.begin(expected, _make_offer(), 300, TOKEN)
+    assert loads.begin(expected, _make_offer(), draw(), 300, TOKEN)
     clock.now += TIMEOUT / 2
     assert loads.available("d-1") == 0
 
@@ -158,9 +159,9 @@ def test_a_request_under_the_name_of_one_that_was_dropped_is_another(loads):
     expected = loads.expect("d-1")
     loads.drop("d-1")
     again = loads.expect("d-1")
-    assert loads.begin(expected, _make_offer("p-1"), 300, TOKEN) is None
-    loads.read(expected)
-    earlier = loads.begin(again, _make_offer("p-2"), 300, TOKEN)
+    assert loads.begin(expected, _make_offer("p-1"), draw(), 300, TOKEN) is None
+    loads.settle(expected)
+    earlier = loads.begin(again, _make_offer("p-2"), draw(), 300, TOKEN)
     loads.drop("d-1")
     claim = _begin(loads, "d-1", _make_offer("p-3"), 300, TOKEN)
     assert loads.claimed("d-1", earlier.claim, GRANTED) is None

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.geometry import Span
 from kvferry.protocol.grants import Grant
-from kvferry.protocol.loads import Load, State
+from kvferry.protocol.loads import Expected, Load, State
 from kvferry.protocol.messages import (
     Claim,
     Gone,
@@ -95,8 +95,12 @@ class Core:
     def loads(self) -> dict[str, Load]:
         return self.half._consumer._loads._loads if self.half._consumer else {}
 
+    @property
+    def expected(self) -> dict[str, Expected]:
+        return self.half._consumer._loads._expected if self.half._consumer else {}
+
     def load_state(self, request: str) -> str:
-        if self.half._consumer and request in self.half._consumer._loads._expected:
+        if request in self.expected:
             return "load:expected"
         load = self.loads.get(request)
         return f"load:{load.state.name.lower()}" if load else "load:none"
@@ -203,7 +207,7 @@ class Core:
         self.alive = False
         for name in (*self.grants, *self.open_grants):
             self.world.cover(f"grant:{self.place.ledger.state(self.incarnation, name)}", "kill")
-        for name in self.loads:
+        for name in (*self.loads, *self.expected):
             self.cover(name, "kill")
         for request in self.requests.values():
             if request.ended is None:
@@ -214,7 +218,7 @@ class Core:
         left: dict[str, Any] = {
             "requests": {name: request.status.name for name, request in self.requests.items()},
             "grants": [*self.grants, *self.open_grants],
-            "loads": [*self.loads, *(self.half._consumer._loads._expected if self.half._consumer else ())],
+            "loads": [*self.loads, *self.expected],
             "claims": list(self._client.pending) if self._client else [],
             "blocks": set(self.pool.users) - set(self.pool.free),
             **{worker.name: worker.unrest() for worker in self.workers},
@@ -382,6 +386,8 @@ class Core:
             late = load.state is State.CLAIMING or load.lost
             how = "is too late" if late else "adds to local blocks" if hit and remote else "is not needed"
             self.world.cover(self.load_state(request.request_id), "loads" if remote and not hit else how)
+        elif request.request_id in self.expected:
+            self.world.cover("load:expected", "is too late")
         return hit, remote
 
     def _other_threads(self) -> None:

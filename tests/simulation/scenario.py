@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from kvferry.protocol import grants, loads
+from kvferry.protocol import grants
 from kvferry.protocol.authentication import Seal
 from kvferry.protocol.messages import WAIT_S, Ack, Address, Claim, Follow, Offer, Release, Renew, Transfer, encode
 from kvferry.vllm import scheduler
@@ -338,7 +338,7 @@ def _determined(world: World) -> Iterator[None]:
     log.addHandler(alarm)
     try:
         with ExitStack() as stack:
-            for module in (grants, loads, scheduler):
+            for module in (grants, scheduler):
                 stack.enter_context(patch.object(module, "draw", partial(_draw, world.random)))
             stack.enter_context(patch.object(scheduler, "fingerprint", lambda *_: FINGERPRINT))
             yield

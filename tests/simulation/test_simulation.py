@@ -25,7 +25,7 @@ EXPECTED = {
     },
     "grant:none": {"Claim Waiting", "Follow Gone", "Claim Gone", "Ack Gone", "Renew Renewed", "Release Released"},
     "grant:foreign": {"Claim Gone", "Follow Gone", "Ack Gone", "Renew Gone", "Release Released"},
-    "load:expected": {"abort"},
+    "load:expected": {"is too late", "abort", "kill"},
     "load:claiming": {"Claim Waiting", "Claim Granted", "Claim Gone", "Claim no answer", "abort", "kill"},
     "load:granted": {
         *("loads", "adds to local blocks", "is not needed", "is too late"),

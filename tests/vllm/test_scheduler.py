@@ -172,10 +172,9 @@ def test_parameters_used_with_another_prompt_load_nothing_and_free_the_blocks(ma
     assert _released(producer) == ["p-1"]
 
 
-@pytest.mark.parametrize("aborted", [False, True], ids=["waits", "aborted"])
-def test_offers_are_read_while_the_engines_thread_goes_on(make_half, monkeypatch, aborted):
-    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
-    request = _make_request("d-1", _prefill(producer)[1])
+@pytest.fixture
+def slow_reading(monkeypatch):
+    """Offers are read once the second event is set; the first is set when one begins to be."""
     reading, go_on, read = threading.Event(), threading.Event(), Offer.from_params
 
     def slowly(*args):
@@ -184,15 +183,52 @@ def test_offers_are_read_while_the_engines_thread_goes_on(make_half, monkeypatch
         return read(*args)
 
     monkeypatch.setattr(Offer, "from_params", slowly)
+    return reading, go_on
+
+
+def test_offers_are_read_while_the_engines_thread_goes_on(make_half, slow_reading):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    request, (reading, go_on) = _make_request("d-1", _prefill(producer)[1]), slow_reading
     consumer.on_new_request(request)
     assert reading.wait(DEADLINE_S)
     assert consumer.get_num_new_matched_tokens(request, 0) == (None, False)
-    if aborted:
-        consumer.request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([],))
     go_on.set()
-    if aborted:
-        assert _released(producer) == ["p-1"]
-    assert _matched(consumer, request) == ((0, False) if aborted else (300, True))
+    assert _matched(consumer, request) == (300, True)
+
+
+def test_a_request_aborted_before_its_offer_was_read_frees_the_producers_blocks(make_half, slow_reading):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer")
+    request, (reading, go_on) = _make_request("d-1", _prefill(producer)[1]), slow_reading
+    consumer.on_new_request(request)
+    assert reading.wait(DEADLINE_S)
+    consumer.request_finished(_finish(request, 0, RequestStatus.FINISHED_ABORTED), ([],))
+    go_on.set()
+    assert _released(producer) == ["p-1"]
+    assert _matched(consumer, request) == (0, False)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[::-1]], ids=["right", "wrong"])
+def test_a_request_whose_offer_is_read_too_late_is_counted_once_and_frees_the_producers_blocks(
+    make_half, slow_reading, prompt
+):
+    producer, consumer = make_half("kv_producer"), make_half("kv_consumer", claim_timeout=0.1)
+    request, (_, go_on) = _make_request("d-1", _prefill(producer)[1], prompt), slow_reading
+    consumer.on_new_request(request)
+    assert _matched(consumer, request) == (0, False)
+    consumer.update_state_after_alloc(request, _blocks([7, 8, 9]), 0)
+    go_on.set()
+    assert _released(producer) == ["p-1"]
+    assert _stats(consumer, "recomputed") == {"late": 1}
+
+
+def test_a_request_whose_offer_cannot_be_read_is_computed_here_at_once(make_half, monkeypatch, caplog):
+    consumer = make_half("kv_consumer", claim_timeout=1000.0)
+    monkeypatch.setattr(Offer, "from_params", lambda *_: 1 // 0)
+    request = _make_request("d-1", {"do_remote_prefill": True, "kvferry": {}})
+    consumer.on_new_request(request)
+    assert _matched(consumer, request) == (0, False)
+    assert _stats(consumer, "recomputed") == {"parameters": 1}
+    assert "parameters of request d-1 (at tp1pp1dp0) could not be read" in caplog.text
 
 
 def test_a_request_aborted_before_it_was_scheduled_frees_the_producers_blocks(make_half):
@@ -421,7 +457,7 @@ def test_an_ordinary_request_is_none_of_the_connectors_business(make_half):
 
 @pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"do_remote_prefill": "yes"}, {"kvferry": {}}])
 def test_parameters_that_mean_nothing_are_computed_locally(make_half, params):
-    half = make_half("kv_consumer")
+    half = make_half("kv_consumer", claim_timeout=1000.0)
     request = _make_request("d-1", params)
     half.on_new_request(request)
     assert _matched(half, request) == (0, False)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 CHUNK = 255
-"""Tokens hashed at a time. From 2,048 bytes on, hashlib lets go of the interpreter, which an engine's hook would then
+"""Tokens hashed at a time. From 2,048 bytes on, hashlib lets go of the interpreter, which a producer's hook would then
 wait to get back."""
 
 

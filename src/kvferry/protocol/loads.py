@@ -18,7 +18,6 @@ from enum import Enum, auto
 from typing import Literal
 
 from kvferry.geometry import Span
-from kvferry.protocol.identity import draw
 from kvferry.protocol.messages import Address, Claim, Gone, Granted, Offer, Release, Renew, Renewed, Reply, Waiting
 
 
@@ -135,7 +134,7 @@ class Loads:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._loads)
+        return len(self._expected) + len(self._loads)
 
     def expect(self, request: str) -> Expected:
         """A request with an offer arrived that somebody is about to read."""
@@ -143,22 +142,26 @@ class Loads:
         expected = self._expected[request] = Expected(request, now, now + self._claim_timeout)
         return expected
 
-    def read(self, expected: Expected) -> bool:
-        """Its offer has been read; whether the request still waited for that."""
-        waits = self._expected.get(expected.request) is expected
-        if waits:
-            del self._expected[expected.request]
-        return waits
+    def expects(self, expected: Expected) -> bool:
+        """Whether the request still waits for its offer to be read."""
+        return self._expected.get(expected.request) is expected
 
-    def begin(self, expected: Expected, offer: Offer, tokens: int, token_hash: str) -> Claim | None:
+    def settle(self, expected: Expected) -> None:
+        """There will be no claim for it."""
+        if self.expects(expected):
+            del self._expected[expected.request]
+
+    def begin(self, expected: Expected, offer: Offer, name: str, tokens: int, token_hash: str) -> Claim | None:
         """Accept an offer; returns the claim to send to its address, None when the request no longer waits for it.
 
         Args:
+            name: drawn for this claim.
             tokens, token_hash: what is claimed: what the offer says, or where it says nothing all of the prompt.
         """
-        if not self.read(expected):
+        if not self.expects(expected):
             return None
-        names = (offer.incarnation, offer.request, offer.nonce, draw(), self._consumer)
+        self.settle(expected)
+        names = (offer.incarnation, offer.request, offer.nonce, name, self._consumer)
         claim = Claim(*names, self._readers, tokens, token_hash, ahead=offer.tokens is None)
         self._loads[expected.request] = Load(expected.request, offer, claim, expected.deadline)
         return claim

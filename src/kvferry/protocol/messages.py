@@ -121,7 +121,8 @@ class Offer(msgspec.Struct, frozen=True):
         Raises:
             ParamsError: nobody with this secret signed it, or (without a secret) its address is not private.
         """
-        found = IDENTITY.fullmatch(str(params.get("remote_engine_id")))
+        engine = params.get("remote_engine_id")
+        found = IDENTITY.fullmatch(engine) if isinstance(engine, str) else None
         if found is None:
             return None
         try:

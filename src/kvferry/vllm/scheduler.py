@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -303,51 +303,58 @@ class Consumer:
         """
         with self._lock:
             expected = self._loads.expect(request.request_id)
+        # Not a function with arguments: of the objects made here, each brings Python's garbage collection nearer, which
+        # would then happen here.
         self._arrivals.append((request, expected))
         self._client.call(self._claim_next)
 
     def _claim_next(self) -> None:
         request, expected = self._arrivals.popleft()
-        read = self._read(request)
-        if read is None:
-            with self._lock:
-                self._loads.read(expected)
+        subject = Subject(request.request_id, self._layout)
+        try:
+            self._claim(request, expected, subject)
+        except ParamsError as error:
+            self._refuse(expected, subject, "parameters", str(error))
+        except Exception:
+            logger.exception("the parameters of %s could not be read", subject)
+            self._refuse(expected, subject, "parameters", "its parameters could not be read")
+
+    def _claim(self, request: EngineRequest, expected: Expected, subject: Subject) -> None:
+        """Claim what a request is offered, if it still waits for that.
+
+        Raises:
+            ParamsError: nothing that is offered can be believed.
+        """
+        params = request.kv_transfer_params or {}
+        known = None if PARAMS_KEY in params else Offer.of_identity(params, request.request_id, self._seal)
+        offer = known or Offer.from_params(params, self._seal)
+        subject, name, claim = replace(subject, peer=offer), draw(), None
+        if self._waits(expected):
+            tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
+            token_hash = identity_of(request, tokens)
+            if token_hash is None or offer.token_hash not in (None, token_hash):
+                why = "the offered KV cache was computed from another prompt"
+                self._refuse(expected, subject, "prompt", why)
+            else:
+                with self._lock:
+                    claim = self._loads.begin(expected, offer, name, tokens, token_hash)
+        if claim is None:  # its producer need not wait
+            self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, name))
             return
-        offer = read[0]
+        self._sight(offer)
+        self._send(_Asked(subject, offer.address, claim, expected.since, request.trace_headers))
+
+    def _waits(self, expected: Expected) -> bool:
         with self._lock:
-            claim = self._loads.begin(expected, *read)
-        if claim is None:
-            self._decline(offer)
-            return
+            return self._loads.expects(expected)
+
+    def _sight(self, offer: Offer) -> None:
+        """Have the workers told of a producer that is new."""
         if offer.incarnation not in self._sighted:
             if len(self._sighted) == MOST_SIGHTED:
                 self._sighted.clear()
             self._sighted.add(offer.incarnation)
             self._unsaid.append((offer.address, offer.incarnation))
-        subject = Subject(request.request_id, self._layout, offer)
-        self._send(_Asked(subject, offer.address, claim, expected.since, request.trace_headers))
-
-    def _read(self, request: EngineRequest) -> tuple[Offer, int, str] | None:
-        """What a request is offered, how many tokens of it to claim, and their identity; None where it is refused."""
-        try:
-            params = request.kv_transfer_params or {}
-            known = None if PARAMS_KEY in params else Offer.of_identity(params, request.request_id, self._seal)
-            offer = known or Offer.from_params(params, self._seal)
-        except ParamsError as error:
-            self._refuse(Subject(request.request_id, self._layout), "parameters", str(error))
-            return None
-        tokens = self._continuation.held(request.num_prompt_tokens) if offer.tokens is None else offer.tokens
-        token_hash = identity_of(request, tokens)
-        if token_hash is None or offer.token_hash not in (None, token_hash):
-            why = "the offered KV cache was computed from another prompt"
-            self._refuse(Subject(request.request_id, self._layout, offer), "prompt", why)
-            self._decline(offer)
-            return None
-        return offer, tokens, token_hash
-
-    def _decline(self, offer: Offer) -> None:
-        """Nobody here will claim it: its producer need not wait."""
-        self._release(offer.address, Release(offer.incarnation, offer.request, offer.nonce, draw()))
 
     def take_sighted(self) -> list[tuple[Address, str]]:
         """Producers heard of for the first time since the last call."""
@@ -452,11 +459,15 @@ class Consumer:
     def _release(self, address: Address, message: Release) -> None:
         self._client.send(address, message, self._settings.handshake_timeout, lambda _: None)
 
-    def _refuse(self, subject: Subject, reason: str, why: str) -> None:
-        self._tally.add("recomputed", label=reason)
-        log = logger.info if self._warned else logger.warning
-        log("%s is prefilled here: %s", subject, why)
-        self._warned = True
+    def _refuse(self, expected: Expected, subject: Subject, reason: str, why: str) -> None:
+        """Said of requests that still wait only, and before they go on."""
+        if self._waits(expected):
+            self._tally.add("recomputed", label=reason)
+            log = logger.info if self._warned else logger.warning
+            log("%s is prefilled here: %s", subject, why)
+            self._warned = True
+        with self._lock:
+            self._loads.settle(expected)
 
     def close(self) -> None:
         self._client.close()
