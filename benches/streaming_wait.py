@@ -1,6 +1,7 @@
 """How long decode waits after prefill has ended, with both legs at once and one after the other, in turns.
 
-    python benches/streaming_wait.py [--tokens 6000] [--chunk 512] [--rounds 5] [--tls tcp]
+    python benches/streaming_wait.py [--prefill tp=1] [--decode tp=1] [--tokens 6000] [--chunk 512] [--rounds 5]
+                                     [--tls tcp]
 
 Two real engines on this machine, a tiny model with 64 KiB of KV cache per token, and new prompts. Waited is
 from prefill's answer to decode's, whose first token is the same work in both ways.
@@ -66,6 +67,8 @@ def both_at_once(dispatcher: Dispatcher, prefill: str, decode: str, prompt: list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefill", type=Layout.parse, default="tp=1")
+    parser.add_argument("--decode", type=Layout.parse, default="tp=1")
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
@@ -76,14 +79,16 @@ def main() -> None:
     ports = free_ports(2)
     specs = [
         InstanceSpec(
-            *(name, tiny(MODEL), Layout.parse("tp=1"), port, role),
+            *(role, tiny(MODEL), layout, port, f"kv_{kind}"),
             dtype="bfloat16",
             max_model_len=options.tokens + 256,
             kv_cache_bytes=(options.tokens + 2048) * (1 << 16),
             environment=environment,
             extra=("--max-num-batched-tokens", str(options.chunk)),
         )
-        for name, port, role in zip(("prefill", "decode"), ports, ("kv_producer", "kv_consumer"), strict=True)
+        for role, layout, port, kind in zip(
+            ("prefill", "decode"), (options.prefill, options.decode), ports, ("producer", "consumer"), strict=True
+        )
     ]
     ways = {"one after the other": one_after_the_other, "both at once": both_at_once}
     waited: dict[str, list[float]] = {way: [] for way in ways}
@@ -100,7 +105,10 @@ def main() -> None:
     for way, values in waited.items():
         print(f"{way:20} median {1e3 * medians[way]:.1f} ms ({1e3 * min(values):.1f} to {1e3 * max(values):.1f})")
     ratio = medians["both at once"] / medians["one after the other"]
-    print(f"ratio {ratio:.2f}; chunks of {options.chunk}, {options.tls}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"ratio {ratio:.2f}; {options.prefill} -> {options.decode}, chunks of {options.chunk}, {options.tls}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
 
 
 if __name__ == "__main__":
