@@ -147,7 +147,7 @@ class Loads:
         return self._expected.get(expected.request) is expected
 
     def settle(self, expected: Expected) -> None:
-        """There will be no claim for it."""
+        """Its offer has been read, for good or ill: nobody waits for that any more."""
         if self.expects(expected):
             del self._expected[expected.request]
 
